@@ -1,0 +1,120 @@
+"""A folder of files reaches the disk whole or not at all.
+
+Write: into a staging folder; SHA-256 and size of every file into manifest.json; everything fsynced; renamed to its
+final name; only then are older ones pruned. Read: the manifest is checked before a file is opened.
+
+    checkpoints/.staging-step_00000500/   being written, or left over by a run that was killed
+    checkpoints/step_00000500/            published
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+from accel_ft.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+STAGING_PREFIX = ".staging-"
+
+
+def checkpoint_folder(root: Path, step: int) -> Path:
+    """Return where the checkpoint after `step` updates is published."""
+    return root / f"step_{step:08d}"
+
+
+def staging_folder(final: Path) -> Path:
+    """Return where a folder is written before it is published."""
+    return final.with_name(STAGING_PREFIX + final.name)
+
+
+def start(final: Path) -> Path:
+    """Make an empty staging folder for `final` and return it."""
+    staging = staging_folder(final)
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    return staging
+
+
+def publish(final: Path, with_manifest: bool = True) -> None:
+    """Write the manifest of `final`'s staging folder, put all on the disk, and rename it."""
+    staging = staging_folder(final)
+    if with_manifest:
+        entries = {path.relative_to(staging).as_posix(): _entry(path) for path in _files(staging)}
+        (staging / MANIFEST).write_text(json.dumps({"files": entries}, indent=1), encoding="utf-8")
+    for path in [*_files(staging), *(p for p in staging.rglob("*") if p.is_dir()), staging]:
+        _fsync(path)
+    if final.exists():  # a damaged one that a resume passed over, or an older final model
+        _remove(final)
+    staging.rename(final)
+    _fsync(final.parent)
+
+
+def verify(folder: Path) -> None:
+    """Check every file against the manifest.
+
+    Raises:
+        CheckpointError: naming what is missing, changed, or not of this folder.
+    """
+    try:
+        entries = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder}: no readable {MANIFEST} ({error})") from error
+    found = {path.relative_to(folder).as_posix() for path in _files(folder)} - {MANIFEST}
+    if found != set(entries):
+        missing, extra = sorted(set(entries) - found), sorted(found - set(entries))
+        raise CheckpointError(f"{folder}: missing files {missing}, files of unknown origin {extra}")
+    for name, entry in entries.items():
+        if _entry(folder / name) != entry:
+            raise CheckpointError(f"{folder}: {name} is damaged (size or SHA-256 differs from {MANIFEST})")
+
+
+def list_published(root: Path) -> list[tuple[int, Path]]:
+    """Return (step, folder) of the published checkpoints, oldest step first."""
+    folders = root.iterdir() if root.is_dir() else ()
+    steps = ((re.fullmatch(r"step_(\d{8,})", path.name), path) for path in folders)
+    return sorted((int(match[1]), path) for match, path in steps if match)
+
+
+def prune(root: Path, keep: int | None, protected: int | None) -> None:
+    """Remove all but the newest `keep` checkpoints and the one of step `protected`; never the newest."""
+    if keep is not None:
+        for step, path in list_published(root)[:-keep]:
+            if step != protected:
+                _remove(path)
+
+
+def remove_leftovers(root: Path) -> None:
+    """Remove staging folders of runs that were killed."""
+    for path in root.glob(f"{STAGING_PREFIX}*"):
+        shutil.rmtree(path)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a published folder; its name goes first, so that a kill leaves no half of it under that name."""
+    doomed = folder.with_name(f"{STAGING_PREFIX}removed-{folder.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+
+
+def _entry(path: Path) -> dict[str, int | str]:
+    if path.is_symlink():
+        raise CheckpointError(f"{path}: is a symbolic link; a checkpoint holds plain files only")
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest}
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,356 @@
+"""What can be set: the keys, their defaults and their rules; read from YAML and the command line, all faults at once.
+
+Keys are flat and named as in `transformers.TrainingArguments` where it has one. Mixed precision, strategy, number of
+processes and compile belong to accelerate's YAML and are not here.
+"""
+
+import argparse
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from accel_ft.errors import ConfigError, nearest
+
+DATA_FILE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
+
+C = TypeVar("C", bound="Config")
+Fault = tuple[tuple[str, ...], str]  # the keys it touches, the message
+
+
+class Config(BaseModel):
+    """Base of every command's keys: flat, typed, documented, immutable."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+    def rules(self) -> Iterator[Fault]:
+        """Yield what is wrong between keys, or on disk."""
+        yield from ()
+
+    def resolved(self, **changes: Any) -> Self:
+        """Return a copy with `changes`."""
+        return self.model_copy(update=changes)
+
+    def to_yaml(self) -> str:
+        """Return every key as YAML; feeding it back gives the same configuration."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+class DataConfig(Config):
+    """Where the rows come from."""
+
+    dataset_name: str | None = None
+    """Data set on the Hub, or a folder `datasets.load_dataset` reads. With no file given: fancyzhx/ag_news."""
+    train_file: Path | None = None
+    """Training rows: csv, tsv, json, jsonl or parquet."""
+    validation_file: Path | None = None
+    """Rows to evaluate on while training. Left out: cut off the training rows (a tenth, 2,000 at most)."""
+    test_file: Path | None = None
+    """Rows to evaluate on once, at the end."""
+    text_column: str = "text"
+    """Column with the text."""
+    label_column: str = "label"
+    """Column with the label: text or integers."""
+    max_seq_length: int = Field(128, ge=2)
+    """Tokens a text is cut at."""
+    max_eval_samples: int | None = Field(None, ge=1)
+    """Use this many validation rows, drawn at random (always the same ones)."""
+    per_device_eval_batch_size: int = Field(64, ge=1)
+    """Samples of one evaluation batch on one rank."""
+
+    def rules(self) -> Iterator[Fault]:
+        """Check that named files exist and have a known format."""
+        yield from super().rules()
+        for key in ("train_file", "validation_file", "test_file"):
+            path: Path | None = getattr(self, key)
+            if path is not None:
+                yield from _file_faults(key, path)
+        if self.dataset_name is not None and self.train_file is not None:
+            yield ("dataset_name", "train_file"), (
+                f"dataset_name={self.dataset_name}: given together with train_file={self.train_file}. "
+                "Fix: keep one of the two"
+            )
+
+
+class TrainConfig(DataConfig):
+    """Keys of `accel_ft.train`. With no key set it is the AG News job."""
+
+    model_name_or_path: str = "distilbert/distilbert-base-uncased"
+    """Hub id, folder, or package://PYTHON_PACKAGE/PATH for weights an installed package carries
+    (with #sha256=HEX at the end, its model.safetensors must have that hash)."""
+    output_dir: Path = Path("runs/ag_news")
+    """Folder the run is written to."""
+    max_train_samples: int | None = Field(None, ge=1)
+    """Use this many training rows, drawn at random (always the same ones)."""
+    num_train_epochs: float = Field(3.0, gt=0)
+    """Passes over the training rows; may be a fraction."""
+    max_steps: int | None = Field(None, ge=-1)
+    """Updates to train for, in place of num_train_epochs (-1: not set)."""
+    global_batch_size: int | None = Field(None, ge=1)
+    """Samples of one update over all ranks and accumulation steps; these follow from it. 32 if neither it nor
+    gradient_accumulation_steps is set."""
+    gradient_accumulation_steps: int | None = Field(None, ge=1)
+    """In place of global_batch_size: the latter is then per_device_train_batch_size x ranks x this."""
+    per_device_train_batch_size: int = Field(32, ge=1)
+    """Samples of one forward and backward on one rank; fewer where the global batch needs no more."""
+    learning_rate: float = Field(5e-5, gt=0)
+    """Peak learning rate of AdamW, before lr_scaling."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """Multiply the learning rate by global batch / lr_reference_batch_size, or by its square root."""
+    lr_reference_batch_size: int = Field(32, ge=1)
+    """Global batch the learning rate was chosen for."""
+    weight_decay: float = Field(0.01, ge=0)
+    """AdamW's decoupled weight decay; biases and norms have none."""
+    lr_scheduler_type: Literal[
+        "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
+    ] = "linear"
+    """Schedule of the learning rate, by updates."""
+    warmup_steps: float = Field(0.06, ge=0)
+    """Updates of linear warm-up; below 1 a share of all updates."""
+    max_grad_norm: float = Field(1.0, ge=0)
+    """Clip the global gradient norm to this; 0 for no clipping."""
+    label_smoothing_factor: float = Field(0.0, ge=0, lt=1)
+    """Share of the target spread evenly over all labels."""
+    seed: int = Field(42, ge=0, lt=2**32)
+    """Seed of the new head, the sample order and dropout."""
+    logging_steps: int = Field(20, ge=1)
+    """Updates between train events in metrics.jsonl."""
+    eval_steps: int | None = Field(None, ge=1)
+    """Updates between evaluations; left out: at the end of each epoch."""
+    save_steps: int = Field(500, ge=1)
+    """Updates between checkpoints; the last update is always saved."""
+    save_total_limit: int | None = Field(2, ge=2)
+    """Newest checkpoints kept, at least 2; null keeps all."""
+    load_best_model_at_end: bool = False
+    """Save at each best evaluation, never prune that checkpoint, and end with it."""
+    metric_for_best_model: Literal["accuracy", "f1_macro", "loss"] = "accuracy"
+    """What best means: highest accuracy or f1_macro, lowest loss, on the validation rows."""
+    resume_from_checkpoint: str | None = None
+    """`latest`, or a checkpoint's folder. `latest` with no checkpoint yet starts from the beginning."""
+    dataloader_num_workers: int = Field(0, ge=0)
+    """Processes on each rank that prepare batches; 0 does it in the training process."""
+
+    def rules(self) -> Iterator[Fault]:
+        """Check the keys against each other."""
+        yield from super().rules()
+        if self.global_batch_size is not None and self.gradient_accumulation_steps is not None:
+            yield ("global_batch_size", "gradient_accumulation_steps"), (
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps}: given together with "
+                f"global_batch_size={self.global_batch_size}, from which it follows. Fix: keep one of the two"
+            )
+        for key in ("validation_file", "test_file"):
+            if getattr(self, key) is not None and self.train_file is None and self.dataset_name is None:
+                yield (key, "train_file", "dataset_name"), (
+                    f"{key}={getattr(self, key)}: given without training rows. Fix: add train_file or dataset_name"
+                )
+        if self.max_steps == 0:
+            yield ("max_steps",), "max_steps=0: there is nothing to train. Allowed: 1 or more, or -1 for not set"
+
+
+class EvaluateConfig(DataConfig):
+    """Keys of `accel_ft.evaluate`. What is not set comes from the run the checkpoint belongs to."""
+
+    checkpoint: str
+    """A run's folder, a published checkpoint, or any Hugging Face folder, Hub id or package:// model."""
+    split: Literal["test", "validation"] | None = None
+    """Which rows; left out: the test rows where there are any, else the validation rows."""
+    output: Path | None = None
+    """Write the metrics to this JSON file too."""
+
+
+class PredictConfig(Config):
+    """Keys of `accel_ft.predict`."""
+
+    checkpoint: str
+    """A run's folder, a published checkpoint, or any Hugging Face folder, Hub id or package:// model."""
+    input: str | None = None
+    """File to label (csv, tsv, json, jsonl, parquet, or plain lines), or - for standard input."""
+    input_format: Literal["auto", "csv", "tsv", "json", "jsonl", "parquet", "lines"] = "auto"
+    """Format of the input; auto goes by the file's name, and on standard input takes { for jsonl, else lines."""
+    text: str | None = None
+    """One text to label, in place of input."""
+    output: str = "-"
+    """File for the JSON lines, or - for standard output."""
+    text_column: str = "text"
+    """Column with the text (not for plain lines)."""
+    id_column: str | None = None
+    """Column whose value is copied as "id"; left out: the column `id` where there is one."""
+    all_scores: bool = False
+    """Add every label's score."""
+    max_seq_length: int | None = Field(None, ge=2)
+    """Tokens a text is cut at; left out: the run's, or 128."""
+    per_device_eval_batch_size: int = Field(64, ge=1)
+    """Samples of one forward pass."""
+
+    def rules(self) -> Iterator[Fault]:
+        """Exactly one source of texts, and it exists."""
+        yield from super().rules()
+        if (self.input is None) == (self.text is None):
+            yield ("input", "text"), "input, text: exactly one is needed. Fix: --input FILE (or -), or --text '...'"
+        if self.input not in (None, "-") and not Path(str(self.input)).is_file():
+            yield ("input",), f"input={self.input}: there is no such file"
+
+
+def _file_faults(key: str, path: Path) -> Iterator[Fault]:
+    if not path.is_file():
+        found = "it is a folder" if path.is_dir() else "there is no such file"
+        siblings = [str(p) for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        yield (key,), f"{key}={path}: {found}.{nearest(str(path), siblings)}"
+    elif path.suffix.lower() not in DATA_FILE_SUFFIXES:
+        yield (key,), f"{key}={path}: unknown format. Allowed: {', '.join(DATA_FILE_SUFFIXES)}"
+
+
+def parse(
+    config_class: type[C],
+    argv: Sequence[str] | None,
+    prog: str,
+    base: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {},
+) -> C:
+    """Read `--config FILE` and `--key value` overrides into a checked configuration.
+
+    Args:
+        config_class: whose keys are allowed.
+        argv: the command line without the program; None takes the process's own.
+        prog: the command's name, for --help.
+        base: given the values that are set, returns values for the rest; its unknown keys are passed over.
+
+    Raises:
+        ConfigError: listing all faults.
+        SystemExit: 0 after --help or --print_config.
+    """
+    parser = _parser(config_class, prog)
+    options, unknown = parser.parse_known_args(argv)
+    given = vars(options)
+    config_file, print_config = given.pop("config", None), given.pop("print_config", False)
+    faults: list[str] = []
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    if config_file is not None:
+        for key, value, line in _read_yaml(Path(config_file)):
+            values[key], origin[key] = value, f" ({config_file}, line {line})"
+    for key, value in given.items():
+        values[key], origin[key] = _from_text(config_class.model_fields[key], value), ""
+    values = {key: value for key, value in base(values).items() if key in config_class.model_fields} | values
+    for word in unknown:
+        if word.startswith("--"):
+            key = word.removeprefix("--").split("=")[0]
+            faults.append(f"--{key}: unknown key.{nearest(key, config_class.model_fields)}")
+        elif not any(fault.startswith("--") for fault in faults):
+            faults.append(f"{word}: belongs to no key. Allowed: --key value")
+    config, more = _validate(config_class, values, origin)
+    faults += more
+    if faults or config is None:
+        many = f"{len(faults)} faults in the configuration:\n  " if len(faults) > 1 else ""
+        raise ConfigError(many + "\n  ".join(faults))
+    if print_config:
+        sys.stdout.write(config.to_yaml())
+        raise SystemExit(0)
+    return config
+
+
+def run_settings(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.yaml of the run that `values["checkpoint"]` belongs to; {} where there is none."""
+    folder = Path(str(values.get("checkpoint", "")))
+    for candidate in (folder, folder.parent, folder.parent.parent):  # run, run/model, run/checkpoints/step_...
+        if (candidate / "config.yaml").is_file():
+            return {key: value for key, value, _ in _read_yaml(candidate / "config.yaml")}
+    return {}
+
+
+def _parser(config_class: type[Config], prog: str) -> argparse.ArgumentParser:
+    """One option a key, with its docstring and default."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m accel_ft.{prog}",
+        usage="%(prog)s [--config FILE] [--key value ...]",
+        description=(config_class.__doc__ or "").splitlines()[0],
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML with any of the keys below; --key value overrides it")
+    parser.add_argument("--print_config", action="store_true", help="print every key as it would be used, and stop")
+    for key, field in config_class.model_fields.items():
+        about = " ".join((field.description or "").split()).replace("%", "%%")
+        default = "required" if field.is_required() else f"default: {field.default}"
+        parser.add_argument(f"--{key}", nargs="?", const=True, metavar=_type_name(field), help=f"{about} ({default})")
+    return parser
+
+
+def _type_name(field: FieldInfo) -> str:
+    """A key's type as --help and error messages show it."""
+    kinds = [kind for kind in _union(field.annotation) if kind is not type(None)]
+    if typing.get_origin(kinds[0]) is Literal:
+        return "|".join(map(str, typing.get_args(kinds[0])))
+    return {"Path": "FILE", "str": "TEXT"}.get(kinds[0].__name__, kinds[0].__name__.upper())
+
+
+def _union(annotation: Any) -> tuple[Any, ...]:
+    return typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+
+
+def _from_text(field: FieldInfo, value: Any) -> Any:
+    """A command-line word; `none` and `null` mean None where the key allows it."""
+    optional = type(None) in _union(field.annotation)
+    return None if optional and isinstance(value, str) and value.lower() in ("none", "null") else value
+
+
+def _read_yaml(path: Path) -> Iterator[tuple[str, Any, int]]:
+    """Yield key, value, line of a flat YAML mapping; plain data only, no tags."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"config={path}: cannot be read: {reason}") from error
+    if root is None:
+        return
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"config={path}: must be a mapping. Allowed: lines of the form `key: value`")
+    seen: dict[str, int] = {}
+    for key_node, _ in root.value:
+        key, line = str(key_node.value), key_node.start_mark.line + 1
+        if key in seen:
+            raise ConfigError(f"{key} ({path}, line {line}): set twice, first in line {seen[key]}. Fix: keep one")
+        seen[key] = line
+        yield key, values.get(key), line
+
+
+def _validate(
+    config_class: type[C], values: dict[str, Any], origin: dict[str, str]
+) -> tuple[C | None, list[str]]:
+    """Check types, then the rules between keys whose types are right."""
+    faults, faulty = [], set()
+    fields = config_class.model_fields
+    for key, value in values.items():
+        if key in fields and isinstance(value, bool) and bool not in _union(fields[key].annotation):
+            faulty.add(key)
+            found = "no value" if origin.get(key, "") == "" else str(value).lower()
+            faults.append(f"{key}{origin.get(key, '')}: {found} given. Allowed: {_type_name(fields[key])}")
+    try:
+        config_class.model_validate({key: value for key, value in values.items() if key not in faulty})
+    except ValidationError as error:
+        for item in error.errors():
+            key = str(item["loc"][0])
+            if key in faulty:
+                continue
+            faulty.add(key)
+            where = origin.get(key, "")
+            if item["type"] == "extra_forbidden":
+                faults.append(f"{key}{where}: unknown key.{nearest(key, fields)}")
+            elif item["type"] == "missing":
+                faults.append(f"{key}: is needed. Fix: --{key} {_type_name(fields[key])}")
+            else:
+                faults.append(f"{key}={item['input']}{where}: {item['msg']}. Allowed: {_type_name(fields[key])}")
+    sound = {key: value for key, value in values.items() if key not in faulty}
+    placeholders = {key: "" for key, field in fields.items() if field.is_required() and key not in sound}
+    config = config_class.model_validate(sound | placeholders)
+    faults += [message for keys, message in config.rules() if not faulty & set(keys)]
+    return (None if faults else config), faults

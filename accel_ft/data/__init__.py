@@ -1,0 +1,1 @@
+"""Rows -> token ids on disk -> plan (which sample goes where) -> padded micro-batches."""

@@ -1,0 +1,141 @@
+"""The plan: which sample is in which global batch, at any position of a run, for any number of ranks.
+
+A pure function of (seed, epoch, lengths, global batch size). It knows nothing of ranks or processes, needs memory
+for one window, and finds any position by arithmetic: a resume is an index, not a replay.
+
+Legend: n samples, G global batch size, S steps (updates) of an epoch = ceil(n / G), M micro-batches of one update
+= ranks x accumulation steps. Epoch e shuffles 0..n-1 with a keyed permutation. Its first floor(n / G) * G places are
+cut into windows of `WINDOW_STEPS` global batches; each window is sorted by length, cut into global batches of G
+neighbours (little padding), and those are put in a shuffled order. What is left over is the short last batch.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int64]
+
+WINDOW_STEPS = 64  # global batches sorted together: 64 x 32 samples leave 2 % padding on AG News
+FEISTEL_ROUNDS = 8
+
+
+def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Hash 64-bit words, any shape (the finalizer of SplitMix64; Steele, Lea, Flood, OOPSLA 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def combine_key(*parts: int) -> np.uint64:
+    """Hash integers, in order, to one 64-bit key."""
+    key = np.zeros(1, np.uint64)
+    for part in parts:
+        word = np.array([part & 0xFFFFFFFFFFFFFFFF], np.uint64)
+        key = mix(key + np.uint64(0x9E3779B97F4A7C15) ^ mix(word + np.uint64(0x9E3779B97F4A7C15)))
+    return np.uint64(key[0])
+
+
+def permute(index: Ids, size: int, key: np.uint64) -> Ids:
+    """Where a keyed random permutation of 0..size-1 sends each of `index`, without building the permutation.
+
+    Args:
+        index: int64 [k], each in 0..size-1.
+        size: of the permuted range, at least 1.
+        key: two keys give two unrelated permutations.
+
+    Returns:
+        int64 [k].
+
+    Source: a balanced Feistel network on the next even number of bits, walked until the value falls inside
+    (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
+    """
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    out = np.asarray(index).astype(np.uint64)
+    outside = np.ones(out.shape, bool)
+    while outside.any():
+        left, right = out[outside] >> half, out[outside] & mask
+        for round_number in range(FEISTEL_ROUNDS):
+            round_key = combine_key(int(key), round_number)
+            left, right = right, left ^ (mix(right + round_key) & mask)
+        out[outside] = (left << half) | right
+        outside = out >= np.uint64(size)
+    return out.astype(np.int64)
+
+
+class Plan:
+    """Sample ids of every global batch of a run.
+
+    Args:
+        num_samples: n, at least 1.
+        global_batch_size: G, samples of one update over all ranks.
+        seed: decides every order.
+        lengths: maps sample ids [k] to their numbers of tokens [k]; an array's `__getitem__` will do.
+    """
+
+    def __init__(
+        self, num_samples: int, global_batch_size: int, seed: int, lengths: Callable[[Ids], NDArray[np.integer]]
+    ) -> None:
+        if num_samples < 1 or global_batch_size < 1:
+            raise ValueError(f"{num_samples=} and {global_batch_size=} must be at least 1")
+        self.num_samples = num_samples
+        self.global_batch_size = global_batch_size
+        self.seed = seed
+        self.lengths = lengths
+        self.steps_per_epoch = -(-num_samples // global_batch_size)
+        self._window = lru_cache(maxsize=2)(self._make_window)
+
+    def __reduce__(self) -> tuple[type["Plan"], tuple[object, ...]]:
+        return Plan, (self.num_samples, self.global_batch_size, self.seed, self.lengths)
+
+    def global_batch(self, step: int) -> Ids:
+        """Return the sample ids of update `step` (0, 1, ... over the whole run), shortest text first.
+
+        Returns:
+            int64 [G], or [n mod G] for the short last batch of an epoch.
+        """
+        epoch, step = divmod(step, self.steps_per_epoch)
+        window, row = divmod(step, WINDOW_STEPS)
+        num_full_steps = self.num_samples // self.global_batch_size
+        if step < num_full_steps:
+            return self._window(epoch, window)[row]
+        return self._by_length(epoch, num_full_steps * self.global_batch_size, self.num_samples)
+
+    def micro_batches(self, step: int, num_micro_batches: int) -> list[Ids]:
+        """Split update `step` into M micro-batches of neighbouring lengths and nearly equal size, some maybe empty.
+
+        They stand in (micro step, rank) order: of N ranks, rank r takes numbers r, r + N, r + 2N, ...
+        """
+        return np.array_split(self.global_batch(step), num_micro_batches)
+
+    def _by_length(self, epoch: int, start: int, stop: int) -> Ids:
+        """Ids at places start..stop-1 of the epoch's permutation, sorted by length."""
+        places = np.arange(start, stop, dtype=np.int64)
+        ids = permute(places, self.num_samples, combine_key(self.seed, epoch))
+        return ids[np.argsort(self.lengths(ids), kind="stable")]
+
+    def _make_window(self, epoch: int, window: int) -> Ids:
+        """Return the window's global batches, int64 [<= WINDOW_STEPS, G], in their shuffled order."""
+        size = WINDOW_STEPS * self.global_batch_size
+        stop = min((window + 1) * size, self.num_samples // self.global_batch_size * self.global_batch_size)
+        batches = self._by_length(epoch, window * size, stop).reshape(-1, self.global_batch_size)
+        rank_of = mix(np.arange(len(batches), dtype=np.uint64) + combine_key(self.seed, epoch, window))
+        return batches[np.argsort(rank_of, kind="stable")]
+
+
+def eval_batches(lengths: NDArray[np.integer], batch_size: int, multiple: int) -> list[Ids]:
+    """Cut all samples into batches of neighbouring lengths, longest first, for one pass in any order.
+
+    Args:
+        lengths: tokens of each sample, [n].
+        batch_size: samples of a batch.
+        multiple: empty batches are added until their number divides by it, so that all ranks run as many.
+
+    Returns:
+        list of int64 [<= batch_size]; the same batches, in the same order, whatever `multiple`.
+    """
+    order = np.argsort(-lengths.astype(np.int64), kind="stable")
+    batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+    return batches + [order[:0]] * (-len(batches) % multiple)

@@ -1,0 +1,275 @@
+"""Rows as they stand in files or on the Hub: texts and labels exactly as written, each with its place.
+
+Local files are read here and not through `datasets`, whose CSV reader turns the cells `NA`, `null` and '' into None,
+merges the labels `01` and `1`, and names neither file nor line.
+"""
+
+import codecs
+import csv
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from accel_ft.errors import ConfigError, DataError, nearest
+from accel_ft.runtime.hub import hub_reachable, unreachable_message
+
+Record = tuple[str, dict[str, Any]]  # where it stands ("line 7"), column -> value
+Row = tuple[str, str, str]  # where it stands, text, label
+
+MAX_FAULTS_SHOWN = 10
+MAX_FAULTS_READ = 1000
+
+
+@dataclass(frozen=True)
+class Source:
+    """One set of rows, not read yet.
+
+    Attributes:
+        name: file path or Hub name, for messages.
+        fingerprint: changes whenever the content does.
+        records: starts reading; yields (place, columns).
+        label_names: names of integer labels where the source declares them.
+    """
+
+    name: str
+    fingerprint: str
+    records: Callable[[], Iterator[Record]]
+    label_names: tuple[str, ...] | None = None
+
+    def rows(self, text_column: str, label_column: str) -> Iterator[Row]:
+        """Yield place, text and label of every row.
+
+        Raises:
+            DataError: a missing column, at once; faulty rows, together, after the last row.
+        """
+        faults = _Faults(self.name)
+        columns_checked = False
+        for place, record in self.records():
+            if not columns_checked:
+                _check_columns(self.name, record, {"text_column": text_column, "label_column": label_column})
+                columns_checked = True
+            text, label = record.get(text_column), self._label(record.get(label_column))
+            if not isinstance(text, str):
+                faults.add(place, f"{text_column} is {_show(text)}, not a text")
+            elif label is None:
+                faults.add(place, f"{label_column} is {_show(record.get(label_column))}, not a text or an integer")
+            else:
+                yield place, text, label
+        faults.raise_any()
+        if not columns_checked:
+            raise DataError(f"{self.name}: has no rows")
+
+    def _label(self, value: Any) -> str | None:
+        """A label as text, or None where there is none; integers get their declared names."""
+        if isinstance(value, bool) or value is None:
+            return None
+        if isinstance(value, int):
+            named = self.label_names is not None and 0 <= value < len(self.label_names)
+            return self.label_names[value] if named and self.label_names else str(value)
+        return value if isinstance(value, str) and value != "" else None
+
+
+class _Faults:
+    """Collects faulty rows of one file, to be told together."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.messages: list[str] = []
+
+    def add(self, place: str, message: str) -> None:
+        self.messages.append(f"{place}: {message}")
+        if len(self.messages) >= MAX_FAULTS_READ:
+            self.raise_any()
+
+    def raise_any(self) -> None:
+        if self.messages:
+            shown = "\n  ".join(self.messages[:MAX_FAULTS_SHOWN])
+            count = len(self.messages)
+            more = f"\n  ... and {count - MAX_FAULTS_SHOWN} more" if count > MAX_FAULTS_SHOWN else ""
+            raise DataError(f"{self.name}: {count} faulty row{'s' * (count > 1)}. Fix or remove:\n  {shown}{more}")
+
+
+def file_source(path: Path) -> Source:
+    """Open a local csv, tsv, json, jsonl or parquet file; its fingerprint is the SHA-256 of its bytes."""
+    with path.open("rb") as file:
+        fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
+    suffix = path.suffix.lower().removeprefix(".")
+    return Source(str(path), fingerprint, lambda: read_records(str(path), suffix))
+
+
+def read_records(path: str, file_format: str) -> Iterator[Record]:
+    """Yield (place, columns) of a file, or of standard input where `path` is "-".
+
+    Args:
+        path: of the file.
+        file_format: csv, tsv, json, jsonl, parquet, or lines (one text a line, column "text").
+
+    Raises:
+        DataError: naming file and line.
+    """
+    if file_format == "parquet":
+        yield from _read_parquet(path)
+        return
+    with sys.stdin.buffer if path == "-" else open(path, "rb") as file:  # noqa: SIM115
+        name = "standard input" if path == "-" else path
+        if file_format in ("csv", "tsv"):
+            yield from _read_delimited(file, name, "," if file_format == "csv" else "\t")
+        elif file_format == "json":
+            yield from _read_json(file, name)
+        elif file_format == "jsonl":
+            yield from _read_jsonl(file, name)
+        else:
+            for number, line in _text_lines(file, name):
+                yield f"line {number}", {"text": line.rstrip("\r\n")}
+
+
+def _text_lines(file: IO[bytes], name: str) -> Iterator[tuple[int, str]]:
+    """Yield (number from 1, line) decoded from UTF-8, a leading byte-order mark left off."""
+    for number, raw in enumerate(file, start=1):
+        if number == 1:
+            if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                raise DataError(f"{name}: is UTF-16. Fix: save it as UTF-8")
+            raw = raw.removeprefix(codecs.BOM_UTF8)
+        try:
+            line = raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{name}: line {number}: byte {error.start + 1} (0x{raw[error.start]:02x}) is not UTF-8. "
+                "Fix: save the file as UTF-8"
+            ) from error
+        if "\0" in line:
+            raise DataError(f"{name}: line {number}: holds a NUL character. Fix: remove it")
+        yield number, line
+
+
+def _read_delimited(file: IO[bytes], name: str, delimiter: str) -> Iterator[Record]:
+    csv.field_size_limit(2**31 - 1)  # its default of 128 KiB refuses long texts
+    reader = csv.reader((line for _, line in _text_lines(file, name)), delimiter=delimiter, strict=True)
+    faults = _Faults(name)
+    header: list[str] | None = None
+    start = 1
+    try:
+        for fields in reader:
+            place, start = f"line {start}", reader.line_num + 1
+            if not fields:
+                continue  # a blank line is no row
+            if header is None:
+                header = fields
+                twice = sorted({column for column in header if header.count(column) > 1})
+                if twice:
+                    raise DataError(f"{name}: {place}: column {twice[0]!r} occurs twice in the header")
+            elif len(fields) != len(header):
+                faults.add(place, f"{len(fields)} fields, where the header has {len(header)}")
+            else:
+                yield place, dict(zip(header, fields, strict=True))
+    except csv.Error as error:
+        raise DataError(f"{name}: the row that starts in line {start}: {error}. Fix: close or double its quotes") from error
+    faults.raise_any()
+    if header is None:
+        raise DataError(f"{name}: is empty")
+
+
+def _read_jsonl(file: IO[bytes], name: str) -> Iterator[Record]:
+    faults = _Faults(name)
+    for number, line in _text_lines(file, name):
+        if line.strip() == "":
+            continue
+        try:
+            record = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            faults.add(f"line {number}", f"is not JSON ({error})")
+            continue
+        if isinstance(record, dict):
+            yield f"line {number}", record
+        else:
+            faults.add(f"line {number}", f"is {_show(record)}, not an object")
+    faults.raise_any()
+
+
+def _read_json(file: IO[bytes], name: str) -> Iterator[Record]:
+    text = "".join(line for _, line in _text_lines(file, name))
+    if text.strip() == "":
+        raise DataError(f"{name}: is empty")
+    try:
+        items = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise DataError(f"{name}: is not JSON ({error}). Fix: one object a line is format jsonl") from error
+    if isinstance(items, dict) and isinstance(items.get("data"), list):
+        items = items["data"]
+    if not isinstance(items, list):
+        raise DataError(f"{name}: holds {_show(items)}. Allowed: a list of objects, or {{'data': [...]}}")
+    for number, item in enumerate(items, start=1):
+        if not isinstance(item, dict):
+            raise DataError(f"{name}: item {number}: is {_show(item)}, not an object")
+        yield f"item {number}", item
+
+
+def _read_parquet(path: str) -> Iterator[Record]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        number = 0
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024):
+            for record in batch.to_pylist():
+                number += 1
+                yield f"row {number}", record
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: cannot be read as parquet ({error})") from error
+
+
+def hub_sources(name: str, label_column: str) -> dict[str, Source]:
+    """Open a Hub data set (or a folder `datasets` can read): its train, validation and test splits, if it has them.
+
+    Raises:
+        ConfigError: where it cannot be had.
+    """
+    import datasets
+
+    reachable = Path(name).exists() or hub_reachable()
+    try:
+        loaded = datasets.load_dataset(name)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        if not reachable:
+            raise ConfigError(unreachable_message("dataset_name", name)) from error
+        raise ConfigError(f"dataset_name={name}: cannot be loaded: {str(error).splitlines()[0]}") from error
+    if "train" not in loaded:
+        raise ConfigError(f"dataset_name={name}: has no split `train`, only {', '.join(map(str, loaded))}")
+    return {
+        split: _hub_source(f"{name}, split {split}", loaded[split], label_column)
+        for split in ("train", "validation", "test")
+        if split in loaded
+    }
+
+
+def _hub_source(name: str, rows: Any, label_column: str) -> Source:
+    def records() -> Iterator[Record]:
+        start = 0
+        for batch in rows.iter(batch_size=1000):
+            columns = list(batch)
+            for number, values in enumerate(zip(*batch.values(), strict=True), start=start):
+                yield f"row {number}", dict(zip(columns, values, strict=True))
+            start += len(batch[columns[0]])
+
+    names = getattr(rows.features.get(label_column), "names", None)
+    return Source(name, f"{name} {rows._fingerprint}", records, tuple(names) if names else None)
+
+
+def _check_columns(name: str, record: dict[str, Any], wanted: dict[str, str]) -> None:
+    faults = [
+        f"{key}={column}: no such column in {name}.{nearest(column, record)} Allowed: {', '.join(map(str, record))}"
+        for key, column in wanted.items()
+        if column not in record
+    ]
+    if faults:
+        raise DataError("\n  ".join(faults))
+
+
+def _show(value: Any) -> str:
+    """A value as messages show it, cut short."""
+    text = "missing" if value is None else "empty" if value == "" else json.dumps(value, default=str)
+    return text if len(text) <= 40 else text[:37] + "..."

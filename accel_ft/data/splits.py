@@ -1,0 +1,181 @@
+"""The job's rows: training, validation and test split, all with the same labels.
+
+A split is a range of a store's rows under a fixed random permutation: a validation split that is cut off and a
+`max_train_samples` draw cost no memory, and are the same rows in every run.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from accel_ft.config import DataConfig
+from accel_ft.data.plan import Ids, combine_key, permute
+from accel_ft.data.sources import Source, file_source, hub_sources
+from accel_ft.data.tokenize import TokenStore, tokenize
+from accel_ft.errors import ConfigError, DataError, nearest
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_DATASET = "fancyzhx/ag_news"
+VALIDATION_SHARE = 0.1
+VALIDATION_MAX = 2000
+SPLIT_KEY = combine_key(0xACCE1F7)  # fixed: other seeds train on the same rows
+
+
+class Split:
+    """Some rows of a store. A sample id is a row number of the store.
+
+    Args:
+        store: all rows.
+        label_ids: label id of each of the store's label codes.
+        start, stop: places in the permuted order of rows.
+    """
+
+    def __init__(self, store: TokenStore, label_ids: NDArray[np.int64], start: int, stop: int) -> None:
+        self.store, self.label_ids, self.start, self.stop = store, label_ids, start, stop
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def ids(self, places: Ids) -> Ids:
+        """Sample ids at places 0..n-1 of this split, int64 [k]."""
+        if len(self) == len(self.store):
+            return places
+        return permute(places + self.start, len(self.store), SPLIT_KEY)
+
+    def lengths(self, places: Ids) -> NDArray[np.int64]:
+        """Numbers of tokens, int64 [k]."""
+        return self.store.lengths(self.ids(places))
+
+    def labels(self, places: Ids) -> NDArray[np.int64]:
+        """Label ids, int64 [k]."""
+        labels: NDArray[np.int64] = self.label_ids[self.store.label_codes(self.ids(places))]
+        return labels
+
+    def tokens(self, places: Ids) -> list[NDArray[np.int32]]:
+        """Token ids of each, int32 [T_i]."""
+        return [self.store.tokens(row) for row in self.ids(places)]
+
+    def fingerprint(self) -> str:
+        """What the samples are, in words: content hash and range."""
+        return f"{self.store.fingerprint[:16]}[{self.start}:{self.stop}]"
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The job's rows and its label names, in the order of their ids."""
+
+    label_names: list[str]
+    train: Split
+    validation: Split
+    test: Split | None
+
+
+def open_sources(config: DataConfig) -> dict[str, Source]:
+    """Find the rows of each split that is given: keys among train, validation, test."""
+    named = {"train": config.train_file, "validation": config.validation_file, "test": config.test_file}
+    files = {split: file_source(path) for split, path in named.items() if path is not None}
+    if config.train_file is None and (config.dataset_name is not None or not files):
+        return hub_sources(config.dataset_name or DEFAULT_DATASET, config.label_column) | files
+    return files
+
+
+def load_splits(config: DataConfig, tokenizer: Any, max_train_samples: int | None) -> Splits:
+    """Read, check and tokenise the training, validation and test rows of a job.
+
+    Raises:
+        DataError, ConfigError: for what is wrong with them.
+    """
+    sources = open_sources(config)
+    stores = {split: _store(source, config, tokenizer) for split, source in sources.items()}
+    names = label_names(stores["train"])
+    if len(names) < 2:
+        raise DataError(f"{stores['train'].name}: every row has the label {names[0]!r}. Needed: two labels or more")
+    encoded = {split: (store, encode_labels(store, names)) for split, store in stores.items()}
+    train, validation = _cut(encoded, config.max_eval_samples)
+    train.stop = min(train.stop, train.start + (max_train_samples or len(train)))
+    test = Split(*encoded["test"], 0, len(stores["test"])) if "test" in encoded else None
+    return Splits(names, train, validation, test)
+
+
+def load_eval_split(config: DataConfig, tokenizer: Any, names: list[str], wanted: str | None) -> tuple[str, Split]:
+    """Read the rows to evaluate a finished model on.
+
+    Args:
+        names: label names of the model, by id.
+        wanted: "test", "validation" or None for the first there is.
+
+    Returns:
+        The split's name and the split; a validation split is the same rows as in training.
+    """
+    sources = open_sources(config)
+    if wanted is None:
+        wanted = "test" if "test" in sources else "validation"
+    if wanted == "test":
+        if "test" not in sources:
+            raise ConfigError("split=test: the job names no test rows. Fix: --test_file FILE, or --split validation")
+        store = _store(sources["test"], config, tokenizer)
+        return wanted, Split(store, encode_labels(store, names), 0, len(store))
+    stores = {split: _store(sources[split], config, tokenizer) for split in ("validation", "train") if split in sources}
+    encoded = {split: (store, encode_labels(store, names)) for split, store in stores.items()}
+    return wanted, _cut(encoded, config.max_eval_samples)[1]
+
+
+def _store(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
+    return tokenize(source, config.text_column, config.label_column, tokenizer, config.max_seq_length)
+
+
+def _cut(encoded: dict[str, tuple[TokenStore, NDArray[np.int64]]], max_eval_samples: int | None) -> tuple[Split, Split]:
+    """Training and validation split; the latter cut off the former where there is no source of its own."""
+    if "train" not in encoded:
+        store, label_ids = encoded["validation"]
+        train = Split(store, label_ids, 0, 0)
+    else:
+        store, label_ids = encoded["train"]
+        train = Split(store, label_ids, 0, len(store))
+    if "validation" in encoded:
+        store, label_ids = encoded["validation"]
+        validation = Split(store, label_ids, 0, len(store))
+    else:
+        size = min(VALIDATION_MAX, max(1, round(len(train) * VALIDATION_SHARE)))
+        if size == len(train):
+            raise DataError(f"{train.store.name}: one row is too few to cut a validation split off")
+        validation, train.start = Split(store, label_ids, 0, size), size
+        logger.info("no validation rows given: %d cut off the %d training rows", size, len(store))
+    validation.stop = min(validation.stop, max_eval_samples or validation.stop)
+    return train, validation
+
+
+def label_names(store: TokenStore) -> list[str]:
+    """All labels of the training rows in the order of their ids: integers by value, text by alphabet."""
+    numeric = all(label.isascii() and label.isdigit() for label in store.labels)
+    by_value: Callable[[str], tuple[int, str]] = lambda label: (int(label), label)  # noqa: E731
+    return sorted(store.labels, key=by_value) if numeric else sorted(store.labels)
+
+
+def encode_labels(store: TokenStore, names: list[str]) -> NDArray[np.int64]:
+    """Label id of each of the store's label codes, int64 [number of codes].
+
+    Integer labels of a file are taken as ids where the names are words.
+
+    Raises:
+        DataError: for a label that is not among `names`, with its first place.
+    """
+    id_of = {name: label_id for label_id, name in enumerate(names)}
+    if not any(name.isdigit() for name in names) and all(label.isdigit() for label in store.labels):
+        id_of = {str(label_id): label_id for label_id in range(len(names))}
+    faults = [
+        f"{place}: label {label!r} does not occur among the training rows.{nearest(label, id_of)}"
+        for label, place in zip(store.labels, store.label_places, strict=True)
+        if label not in id_of
+    ]
+    if faults:
+        allowed = ", ".join(list(id_of)[:20]) + (", ..." if len(id_of) > 20 else "")
+        shown = "\n  ".join(faults[:10])
+        raise DataError(f"{store.name}: unknown labels. Allowed: {allowed}\n  {shown}")
+    return np.array([id_of[label] for label in store.labels], np.int64)
+

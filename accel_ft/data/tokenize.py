@@ -1,0 +1,181 @@
+"""Rows -> token ids in a folder on disk, made once, found again by content, memory-mapped.
+
+A store holds, for n rows and N tokens in all:
+
+    tokens.bin   int32 [N]      the rows' token ids, one after the other
+    offsets.bin  int64 [n + 1]  row i's tokens are tokens[offsets[i] : offsets[i + 1]]
+    labels.bin   int32 [n]      index into meta.json's "labels"
+    meta.json    labels as written, in order of first occurrence, with the place of that; counts
+"""
+
+import array
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from accel_ft.data.plan import Ids
+from accel_ft.data.sources import Row, Source
+from accel_ft.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+STORE_VERSION = 1  # of the layout above; part of the key
+ROWS_AT_ONCE = 1000  # a fast tokenizer spreads each call over the cores
+
+
+class TokenStore:
+    """The tokenised rows of one source.
+
+    Attributes:
+        name: of the source, for messages.
+        fingerprint: of content, columns, tokenizer and cut; 64 hex digits.
+        labels: every label as written, in order of first occurrence.
+        label_places: where each label occurs first.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name, self.fingerprint = folder, name, folder.name
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        self.labels: list[str] = meta["labels"]
+        self.label_places: list[str] = meta["label_places"]
+        self.num_empty_texts: int = meta["num_empty_texts"]
+        self._tokens = _map(folder / "tokens.bin", np.int32, meta["num_tokens"])
+        self._offsets = _map(folder / "offsets.bin", np.int64, meta["num_rows"] + 1)
+        self._labels = _map(folder / "labels.bin", np.int32, meta["num_rows"])
+
+    def __reduce__(self) -> tuple[type["TokenStore"], tuple[Path, str]]:
+        return TokenStore, (self.folder, self.name)  # a worker maps the files anew instead of getting copies
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def tokens(self, row: int) -> NDArray[np.int32]:
+        """Return the token ids of a row, int32 [T]."""
+        return self._tokens[self._offsets[row] : self._offsets[row + 1]]
+
+    def lengths(self, rows: Ids) -> NDArray[np.int64]:
+        """Return the numbers of tokens of `rows` [k], int64 [k]."""
+        lengths: NDArray[np.int64] = self._offsets[rows + 1] - self._offsets[rows]
+        return lengths
+
+    def label_codes(self, rows: Ids) -> NDArray[np.int32]:
+        """Return indices into `labels` of `rows` [k], int32 [k]."""
+        return self._labels[rows]
+
+
+def tokenize(source: Source, text_column: str, label_column: str, tokenizer: Any, max_seq_length: int) -> TokenStore:
+    """Open the source's token store, making it first where there is none yet.
+
+    Safe to call from several processes: a store is made in a folder of its own and renamed when it is complete.
+
+    Args:
+        source: rows.
+        text_column, label_column: names of the two columns.
+        tokenizer: of the model.
+        max_seq_length: T_max, tokens a text is cut at, special tokens included.
+
+    Raises:
+        DataError: for faulty rows, naming file and line.
+    """
+    identity = [
+        STORE_VERSION, source.fingerprint, source.label_names, text_column, label_column, max_seq_length,
+        tokenizer_fingerprint(tokenizer),
+    ]  # fmt: skip
+    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+    folder = cache_folder() / key
+    try:
+        return TokenStore(folder, source.name)
+    except FileNotFoundError:
+        pass
+    except (ValueError, KeyError) as error:
+        logger.warning("%s: damaged token cache, made anew (%s)", folder, error)
+        shutil.rmtree(folder)
+    logger.info("tokenising %s", source.name)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
+    try:
+        _write_store(staging, source.rows(text_column, label_column), tokenizer, max_seq_length)
+        try:
+            staging.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was faster, with the same content
+                raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    store = TokenStore(folder, source.name)
+    if store.num_empty_texts:
+        logger.warning("%s: %d of %d texts are empty; they are kept", source.name, store.num_empty_texts, len(store))
+    return store
+
+
+def cache_folder() -> Path:
+    """Return where token stores live: $HF_HOME/accel_ft/tokens."""
+    home = os.environ.get("HF_HOME") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"
+    )
+    return Path(home) / "accel_ft" / "tokens"
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Return a hash of what decides the token ids of a text, 64 hex digits."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        state = json.loads(backend.to_str())
+        state.pop("truncation"), state.pop("padding")  # those change with each call
+    else:
+        state = [sorted(tokenizer.get_vocab().items()), str(tokenizer.init_kwargs)]
+    return hashlib.sha256(json.dumps([type(tokenizer).__name__, state], sort_keys=True).encode()).hexdigest()
+
+
+def _write_store(folder: Path, rows: Iterator[Row], tokenizer: Any, max_seq_length: int) -> None:
+    codes: dict[str, int] = {}
+    places: list[str] = []
+    num_rows = num_tokens = num_empty = 0
+    with (
+        (folder / "tokens.bin").open("wb") as tokens,
+        (folder / "offsets.bin").open("wb") as offsets,
+        (folder / "labels.bin").open("wb") as labels,
+    ):
+        offsets.write(array.array("q", [0]).tobytes())
+        while chunk := list(islice(rows, ROWS_AT_ONCE)):
+            texts = [text for _, text, _ in chunk]
+            for (place, text, label), ids in zip(chunk, token_ids(tokenizer, texts, max_seq_length), strict=True):
+                if not ids:
+                    raise DataError(f"{place}: its text {text[:40]!r} has no tokens at all. Fix or remove it")
+                if label not in codes:
+                    codes[label] = len(codes)
+                    places.append(place)
+                num_rows, num_tokens, num_empty = num_rows + 1, num_tokens + len(ids), num_empty + (not text.strip())
+                tokens.write(np.asarray(ids, np.int32).tobytes())
+                offsets.write(num_tokens.to_bytes(8, "little"))
+                labels.write(codes[label].to_bytes(4, "little"))
+    meta = {
+        "labels": list(codes), "label_places": places, "num_rows": num_rows, "num_tokens": num_tokens,
+        "num_empty_texts": num_empty,
+    }  # fmt: skip
+    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+
+
+def token_ids(tokenizer: Any, texts: list[str], max_seq_length: int) -> list[list[int]]:
+    """Tokenise texts, cut at `max_seq_length` tokens, special tokens included."""
+    ids: list[list[int]] = tokenizer(
+        texts, truncation=True, max_length=max_seq_length, return_attention_mask=False, return_token_type_ids=False
+    )["input_ids"]
+    return ids
+
+
+def _map(path: Path, dtype: type, length: int) -> NDArray[Any]:
+    """Map a flat array; its size is checked, so that a cut-off file is not taken for a whole one."""
+    if path.stat().st_size != length * np.dtype(dtype).itemsize:
+        raise ValueError(f"{path.name} has {path.stat().st_size} bytes, not {length} x {np.dtype(dtype).itemsize}")
+    return np.memmap(path, dtype, mode="r", shape=(length,))

@@ -1,0 +1,1 @@
+"""The loop, one step of it, and evaluation."""

@@ -1,0 +1,59 @@
+"""Evaluation is a ledger: each prediction carries its sample's place, each place counts once, none may be missing."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from numpy.typing import NDArray
+from torch import nn
+
+from accel_ft.data.loader import EvalBatches, Padding, make_loader
+from accel_ft.data.plan import eval_batches
+from accel_ft.data.splits import Split
+from accel_ft.engine.step import forward
+from accel_ft.metrics import classification_metrics
+
+
+def make_eval_loader(accelerator: Accelerator, split: Split, batch_size: int, pad: Padding) -> Any:
+    """Return a prepared loader of one pass over `split`: the same batches whatever the number of ranks."""
+    places = np.arange(len(split), dtype=np.int64)
+    batches = eval_batches(split.lengths(places), batch_size, accelerator.num_processes)
+    pin = accelerator.device.type == "cuda"
+    return accelerator.prepare_data_loader(make_loader(EvalBatches(split, batches, pad), 0, 0, pin))
+
+
+@torch.no_grad()
+def predict_split(accelerator: Accelerator, model: nn.Module, loader: Any, num_samples: int) -> NDArray[np.float32]:
+    """Return the logits of all samples by place, float32 [n, C], the same on every rank. Collective.
+
+    Raises:
+        RuntimeError: a sample is missing or came twice.
+    """
+    was_training = model.training
+    model.eval()
+    logits, places = [], []
+    for batch in loader:
+        with accelerator.autocast():
+            logits.append(forward(model, batch))
+        places.append(batch["places"])
+    model.train(was_training)
+    gathered: list[torch.Tensor] = [
+        accelerator.gather(accelerator.pad_across_processes(torch.cat(rows), dim=0, pad_index=-1))
+        for rows in (places, logits)
+    ]
+    all_places = gathered[0].cpu().numpy()
+    real = all_places >= 0
+    order = np.argsort(all_places[real], kind="stable")
+    if not np.array_equal(all_places[real][order], np.arange(num_samples)):
+        raise RuntimeError(f"evaluation of {num_samples} samples returned {real.sum()} predictions")
+    ledger: NDArray[np.float32] = gathered[1].cpu().numpy()[real][order]
+    return ledger
+
+
+def evaluate(
+    accelerator: Accelerator, model: nn.Module, loader: Any, split: Split, label_names: list[str]
+) -> dict[str, Any]:
+    """Return the metrics of a split (see `classification_metrics`), the same on every rank. Collective."""
+    logits = predict_split(accelerator, model, loader, len(split))
+    return classification_metrics(logits, split.labels(np.arange(len(split), dtype=np.int64)), label_names)

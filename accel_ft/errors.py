@@ -1,0 +1,61 @@
+"""Faults of the user or the machine: one short message each, exit code 2, never a traceback."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+
+EXIT_USER_ERROR = 2
+
+
+class UserError(Exception):
+    """A fault the user can mend; the message says what was found, what is allowed and how to mend it."""
+
+
+class ConfigError(UserError):
+    """A key, value or option that cannot be."""
+
+
+class DataError(UserError):
+    """A file or data set that cannot be read as asked; names file and line."""
+
+
+class LaunchError(UserError):
+    """What is running is not what the accelerate YAML or the environment asked for."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is missing, damaged, or of another run."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return ' Did you mean `x`?' for the closest of `known`, or ''."""
+    close = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" Did you mean `{close[0]}`?" if close else ""
+
+
+def run_command(main: Callable[[], None]) -> None:
+    """Run a command's `main`; turn a `UserError` into one message on stderr and exit code 2.
+
+    A fault that every rank meets is printed once: the other ranks hold theirs back for three seconds, in which
+    the launcher ends them; a fault of one rank alone is printed by that rank.
+    """
+    try:
+        main()
+    except UserError as error:
+        rank = int(os.environ.get("RANK", "0"))
+        if rank != 0:
+            time.sleep(3)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_USER_ERROR)
+    except KeyboardInterrupt:
+        print(
+            "interrupted; continue with --resume_from_checkpoint latest",
+            file=sys.stderr,
+            flush=True,
+        )
+        sys.exit(130)
+    except BrokenPipeError:  # `... | head` closed our standard output
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

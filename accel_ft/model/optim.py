@@ -1,0 +1,39 @@
+"""AdamW's parameter groups, the learning rate and its schedule, counted in updates."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_ft.config import TrainConfig
+
+
+def scaled_learning_rate(config: TrainConfig, global_batch_size: int) -> float:
+    """Return the peak learning rate after `lr_scaling` by global batch / reference batch.
+
+    Source: linear, Goyal et al., arXiv:1706.02677; square root, Krizhevsky, arXiv:1404.5997.
+    """
+    ratio = global_batch_size / config.lr_reference_batch_size
+    return float(config.learning_rate * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[config.lr_scaling])
+
+
+def make_optimizer(model: nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
+    """Return a fused AdamW; vectors (biases, norms) are not decayed."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=learning_rate, fused=True)
+
+
+def make_scheduler(config: TrainConfig, optimizer: torch.optim.Optimizer, num_steps: int) -> Any:
+    """Return the schedule, to be stepped once an update (accelerate would step a prepared one once a rank).
+
+    Args:
+        num_steps: updates of the whole run; `warmup_steps` below 1 is a share of them.
+    """
+    from transformers import get_scheduler
+
+    warmup = config.warmup_steps if config.warmup_steps >= 1 else config.warmup_steps * num_steps
+    return get_scheduler(config.lr_scheduler_type, optimizer, round(warmup), num_steps)

@@ -1,0 +1,145 @@
+"""Label texts with a checkpoint: python -m accel_ft.predict --checkpoint runs/ag_news --input FILE --output FILE."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from accel_ft.config import PredictConfig, parse, run_settings
+from accel_ft.errors import ConfigError, DataError, LaunchError, nearest, run_command
+
+CHUNK_ROWS = 2048  # read, sorted by length, labelled and written at a time: what bounds the memory
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Label one text, a file, or standard input; write one JSON object a line, in the order of the input."""
+    config = parse(PredictConfig, argv, "predict", run_settings)
+    rows = open_rows(config)
+
+    from accel_ft.runtime.launch import make_accelerator
+    from accel_ft.runtime.logging import setup_logging
+
+    accelerator = make_accelerator()
+    setup_logging(accelerator.process_index)
+    if accelerator.num_processes > 1:
+        raise LaunchError(f"predict runs in one process, {accelerator.num_processes} were started")
+    classifier = Classifier(config, accelerator)
+    with ExitStack() as stack:
+        if config.output == "-":
+            output = sys.stdout
+        else:
+            staging = Path(config.output + ".partial")
+            output = stack.enter_context(_open_output(staging, config.output))
+        while chunk := list(islice(rows, CHUNK_ROWS)):
+            for (key, value, _), scores in zip(chunk, classifier.scores([text for _, _, text in chunk]), strict=True):
+                output.write(json.dumps({key: value} | classifier.describe(scores), ensure_ascii=False) + "\n")
+            output.flush()
+    if config.output != "-":
+        staging.replace(config.output)
+
+
+class Classifier:
+    """A loaded model that scores texts."""
+
+    def __init__(self, config: PredictConfig, accelerator: Any) -> None:
+        from accel_ft.checkpoint.state import model_folder
+        from accel_ft.data.loader import Padding
+        from accel_ft.model.load import label_names, load_classifier, load_model_config, load_tokenizer, resolve
+
+        name = config.checkpoint
+        folder = resolve(model_folder(name))
+        self.config, self.accelerator = config, accelerator
+        self.tokenizer = load_tokenizer(name, folder)
+        self.max_seq_length = config.max_seq_length or 128
+        model_config = load_model_config(name, folder, self.max_seq_length)
+        self.label_names = label_names(name, model_config)
+        model = load_classifier(name, folder, model_config, accelerator.device, training=False)
+        self.model = model.to(accelerator.device).eval()
+        self.pad = Padding(self.tokenizer, multiple=1)
+
+    def scores(self, texts: list[str]) -> Any:
+        """Return the probability of each label, float32 [len(texts), C]; batched by length, in the order given."""
+        import numpy as np
+        import torch
+
+        from accel_ft.data.plan import eval_batches
+        from accel_ft.data.tokenize import token_ids
+        from accel_ft.engine.step import forward
+
+        rows = token_ids(self.tokenizer, texts, self.max_seq_length)
+        rows = [row or [self.pad.token_id] for row in rows]
+        scores = np.empty((len(texts), len(self.label_names)), np.float32)
+        lengths = np.array([len(row) for row in rows])
+        with torch.inference_mode():
+            for batch in eval_batches(lengths, self.config.per_device_eval_batch_size, 1):
+                inputs = self.pad([rows[row] for row in batch])
+                with self.accelerator.autocast():
+                    logits = forward(self.model, {k: v.to(self.accelerator.device) for k, v in inputs.items()})
+                scores[batch] = logits.softmax(dim=-1).cpu().numpy()
+        return scores
+
+    def describe(self, scores: Any) -> dict[str, Any]:
+        """Return what is written of one text's scores [C]."""
+        best = int(scores.argmax())
+        described: dict[str, Any] = {"label": self.label_names[best], "score": round(float(scores[best]), 6)}
+        if self.config.all_scores:
+            named = zip(self.label_names, scores.tolist(), strict=True)
+            described["scores"] = {label: round(score, 6) for label, score in named}
+        return described
+
+
+def open_rows(config: PredictConfig) -> Iterator[tuple[str, Any, str]]:
+    """Yield ("id" or "line", its value, text) of each row to label; the first row is read at once, for its faults."""
+    if config.text is not None:
+        return iter([("line", 1, config.text)])
+    rows = _read_rows(config)
+    first = list(islice(rows, 1))
+    return chain(first, rows)
+
+
+def _read_rows(config: PredictConfig) -> Iterator[tuple[str, Any, str]]:
+    from accel_ft.data.sources import read_records
+
+    path = str(config.input)
+    kind = config.input_format if config.input_format != "auto" else _guess_format(path)
+    column = "text" if kind == "lines" else config.text_column
+    for place, record in read_records(path, kind):
+        for key, wanted in (("text_column", column), ("id_column", config.id_column)):
+            if wanted is not None and wanted not in record:
+                raise DataError(
+                    f"{key}={wanted}: no such column in {path}, {place}.{nearest(wanted, record)} "
+                    f"Allowed: {', '.join(map(str, record))}"
+                )
+        text = record[column]
+        if not isinstance(text, str):
+            raise DataError(f"{path}: {place}: {column} is {json.dumps(text, default=str)}, not a text")
+        id_column = config.id_column or ("id" if "id" in record else None)
+        if id_column is not None:
+            yield "id", record[id_column], text
+        else:
+            kind_of_place, _, number = place.partition(" ")
+            yield kind_of_place, int(number), text
+
+
+def _guess_format(path: str) -> str:
+    suffix = Path(path).suffix.lower().removeprefix(".")
+    if path == "-":
+        return "jsonl" if sys.stdin.buffer.peek(1)[:1] == b"{" else "lines"
+    return suffix if suffix in ("csv", "tsv", "json", "jsonl", "parquet") else "lines"
+
+
+def _open_output(staging: Path, wanted: str) -> Any:
+    try:
+        return staging.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"output={wanted}: cannot be written: {os.strerror(error.errno or 0)}") from error
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,1 @@
+"""What every process needs first: a truthful Accelerator, messages, the Hub, the receipt."""

@@ -1,0 +1,128 @@
+"""A truthful `Accelerator`: what accelerate's YAML and command line ask for is what runs, or the run stops here.
+
+`accelerate launch` hands its workers only part of what it was told; the rest (use_cpu of a multi-process YAML, the
+number of processes of a launch that ended up as one) is read from the launcher's own command line.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from accelerate import Accelerator
+from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+
+from accel_ft.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for.
+
+    Attributes:
+        source: the YAML or command, for messages.
+        num_processes: ranks over all machines; None where nothing says.
+        use_cpu: whether the CPU was asked for; None where nothing says.
+        distributed_type: accelerate's name, such as MULTI_GPU or FSDP; "NO" where nothing says.
+        mixed_precision: no, bf16, fp16 or fp8.
+    """
+
+    source: str
+    num_processes: int | None
+    use_cpu: bool | None
+    distributed_type: str
+    mixed_precision: str
+
+
+def read_request() -> Request:
+    """Find out what was asked for, from the launcher's command line if there is one, else from the environment."""
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    world_size = os.environ.get("WORLD_SIZE")
+    words = _launcher_words()
+    if words is None:
+        asked_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or None
+        kind = "FSDP" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else "NO"
+        return Request("the environment", int(world_size) if world_size else None, asked_cpu, kind, precision)
+    args = launch_command_parser().parse_args(words)
+    file = args.config_file or (default_config_file if os.path.isfile(default_config_file) else None)
+    if file is None:
+        kind = "FSDP" if args.use_fsdp else "MULTI_GPU" if args.multi_gpu else "NO"
+        return Request("accelerate launch", args.num_processes, args.cpu or None, kind, precision)
+    yaml: Any = load_config_from_file(file)
+    kind = "FSDP" if args.use_fsdp else "MULTI_GPU" if args.multi_gpu else str(yaml.distributed_type.value)
+    return Request(file, args.num_processes or yaml.num_processes, bool(args.cpu or yaml.use_cpu), kind, precision)
+
+
+def _launcher_words() -> list[str] | None:
+    """The words after `accelerate launch` (or `accelerate-launch`) of the nearest parent that is one."""
+    try:
+        parents = psutil.Process().parents()
+    except psutil.Error:
+        return None
+    for parent in parents:
+        try:
+            words = parent.cmdline()
+        except psutil.Error:
+            continue
+        for place, word in enumerate(words[:4]):
+            name = os.path.basename(word)
+            if name == "accelerate" and words[place + 1 : place + 2] == ["launch"]:
+                return words[place + 2 :]
+            if name == "accelerate-launch" or word == "accelerate.commands.launch":
+                return words[place + 1 :]
+    return None
+
+
+def make_accelerator(**kwargs: Any) -> Accelerator:
+    """Build the `Accelerator` that was asked for.
+
+    Args:
+        kwargs: passed to `Accelerator`.
+
+    Raises:
+        LaunchError: where it cannot be had, with what was asked, what was found and how to mend it.
+    """
+    request = read_request()
+    has_device = torch.accelerator.is_available()
+    _refuse_impossible(request, has_device)
+    accelerator = Accelerator(cpu=bool(request.use_cpu) or not has_device, **kwargs)
+    asked = request.num_processes
+    if asked is not None and asked > 0 and accelerator.num_processes != asked:
+        raise LaunchError(
+            f"{request.source} asks for {asked} processes, {accelerator.num_processes} run as one group. "
+            "Fix: distributed_type: MULTI_GPU (with use_cpu: true for ranks on the CPU), as in accelerate_configs/"
+        )
+    return accelerator
+
+
+def _refuse_impossible(request: Request, has_device: bool) -> None:
+    """Stop where accelerate would silently do something else (see the class of each fault in its message)."""
+    asked = request.source
+    on_cpu = bool(request.use_cpu) or not has_device
+    if os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
+        raise LaunchError(
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is set and would override the accumulation steps of the job. "
+            "Fix: unset it; set global_batch_size or gradient_accumulation_steps in the job"
+        )
+    if request.use_cpu is False and not has_device:
+        raise LaunchError(
+            f"{asked} asks for an accelerator (use_cpu: false), but torch finds none here. "
+            "Fix: accelerate_configs/cpu.yaml or cpu_ddp.yaml, or a torch build for your device"
+        )
+    if request.distributed_type == "FSDP" and on_cpu:
+        raise LaunchError(
+            f"{asked} asks for FSDP, which accelerate would silently replace by DDP on the CPU. "
+            "Fix: accelerate_configs/cpu_ddp.yaml, or run on accelerators"
+        )
+    if request.distributed_type not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP"):
+        raise LaunchError(
+            f"{asked} asks for distributed_type: {request.distributed_type}, which accel_ft does not train under. "
+            "Allowed: NO, MULTI_GPU, FSDP"
+        )
+    if request.mixed_precision == "fp16" and on_cpu:
+        raise LaunchError(
+            f"{asked} asks for mixed_precision: fp16, which is silently switched off on the CPU. "
+            "Allowed there: no, bf16. Fix: --mixed_precision bf16"
+        )

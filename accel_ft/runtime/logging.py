@@ -1,0 +1,76 @@
+"""What a run tells: messages on the terminal (rank 0), events in metrics.jsonl, a progress bar."""
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+
+class _TqdmHandler(logging.Handler):
+    """Writes a message above a running progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=sys.stderr)
+
+
+def setup_logging(rank: int) -> None:
+    """Show accel_ft's messages: all of rank 0, warnings of the other ranks; quiet the libraries."""
+    handler = _TqdmHandler()
+    handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
+    logger = logging.getLogger("accel_ft")
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.propagate = False
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def progress_bar(done: int, total: int, shown: bool) -> Any:
+    """Return a bar of updates; in a log file it writes a line each half minute."""
+    often = 0.2 if sys.stderr.isatty() else 30.0
+    return tqdm(total=total, initial=done, unit="update", disable=not shown, mininterval=often, dynamic_ncols=True)
+
+
+class EventLog:
+    """metrics.jsonl: one JSON object a line. Every rank may hold one; only rank 0's writes."""
+
+    def __init__(self, path: Path, writes: bool) -> None:
+        self.path, self.writes = path, writes
+
+    def write(self, event: str, **values: Any) -> None:
+        """Append an event; it is in the hands of the operating system when this returns."""
+        if self.writes:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"event": event, **values}) + "\n")
+
+    def rewind(self, step: int) -> None:
+        """Drop the events of later updates than `step` (and a half-written last line): they will come again."""
+        if self.writes and self.path.exists():
+            kept = [event for event in read_events(self.path) if event.get("step", 0) <= step]
+            staging = self.path.with_suffix(".tmp")
+            staging.write_text("".join(json.dumps(event) + "\n" for event in kept), encoding="utf-8")
+            staging.replace(self.path)
+
+    def sync(self) -> None:
+        """Put the events on the disk."""
+        if self.writes and self.path.exists():
+            with self.path.open("a") as file:
+                os.fsync(file.fileno())
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a metrics.jsonl; a last line cut short by a kill is passed over."""
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            return

@@ -1,0 +1,64 @@
+"""receipt.json: what it would take to believe a run, and to make it again."""
+
+import json
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+import accel_ft
+
+PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "evaluate", "safetensors", "numpy")
+
+
+def write_receipt(path: Path, accelerator: Accelerator, about_run: dict[str, Any]) -> None:
+    """Write the receipt; the starts of a resumed run are listed in it one after the other.
+
+    Args:
+        accelerator: tells the strategy as it really is.
+        about_run: fingerprints, hash of the sample order, position.
+    """
+    try:
+        starts = json.loads(path.read_text(encoding="utf-8"))["starts"] if about_run["step"] > 0 else []
+    except (OSError, ValueError, KeyError):
+        starts = []
+    strategy = {
+        "distributed_type": accelerator.distributed_type.value,
+        "num_processes": accelerator.num_processes,
+        "device": str(accelerator.device.type),
+        "mixed_precision": accelerator.mixed_precision,
+        "compile": accelerator.state.dynamo_plugin.backend.value,
+    }
+    starts.append({"time": datetime.now(UTC).isoformat(timespec="seconds"), "step": about_run["step"]} | strategy)
+    receipt = {
+        "accel_ft": accel_ft.__version__,
+        "git_commit": git_commit(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "strategy": strategy,
+        **{key: value for key, value in about_run.items() if key != "step"},
+        "starts": starts,
+    }
+    path.write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
+
+
+def git_commit() -> str | None:
+    """Return the commit accel_ft was run from, with "-dirty" where files differ; None outside a checkout."""
+    where = Path(accel_ft.__file__).parent
+    try:
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        done = subprocess.run(command, cwd=where, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
