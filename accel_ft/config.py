@@ -1,7 +1,8 @@
-"""What can be set: the keys, their defaults and their rules; read from YAML and the command line, all faults at once.
+"""What can be set: the keys, their defaults and their rules; read from YAML and the command line,
+all faults at once.
 
-Keys are flat and named as in `transformers.TrainingArguments` where it has one. Mixed precision, strategy, number of
-processes and compile belong to accelerate's YAML and are not here.
+Keys are flat and named as in `transformers.TrainingArguments` where it has one. Mixed precision,
+strategy, number of processes and compile belong to accelerate's YAML and are not here.
 """
 
 import argparse
@@ -28,7 +29,11 @@ class Config(BaseModel):
     """Base of every command's keys: flat, typed, documented, immutable."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
     )
 
     def rules(self) -> Iterator[Fault]:
@@ -48,11 +53,15 @@ class DataConfig(Config):
     """Where the rows come from."""
 
     dataset_name: str | None = None
-    """Data set on the Hub, or a folder `datasets.load_dataset` reads. With no file given: fancyzhx/ag_news."""
+    """Data set on the Hub, or a folder `datasets.load_dataset` reads. With no file given:
+    fancyzhx/ag_news.
+    """
     train_file: Path | None = None
     """Training rows: csv, tsv, json, jsonl or parquet."""
     validation_file: Path | None = None
-    """Rows to evaluate on while training. Left out: cut off the training rows (a tenth, 2,000 at most)."""
+    """Rows to evaluate on while training. Left out: cut off the training rows (a tenth, 2,000 at
+    most).
+    """
     test_file: Path | None = None
     """Rows to evaluate on once, at the end."""
     text_column: str = "text"
@@ -74,9 +83,13 @@ class DataConfig(Config):
             if path is not None:
                 yield from _file_faults(key, path)
         if self.dataset_name is not None and self.train_file is not None:
-            yield ("dataset_name", "train_file"), (
-                f"dataset_name={self.dataset_name}: given together with train_file={self.train_file}. "
-                "Fix: keep one of the two"
+            yield (
+                ("dataset_name", "train_file"),
+                (
+                    f"dataset_name={self.dataset_name}: given together with "
+                    f"train_file={self.train_file}. "
+                    "Fix: keep one of the two"
+                ),
             )
 
 
@@ -95,22 +108,34 @@ class TrainConfig(DataConfig):
     max_steps: int | None = Field(None, ge=-1)
     """Updates to train for, in place of num_train_epochs (-1: not set)."""
     global_batch_size: int | None = Field(None, ge=1)
-    """Samples of one update over all ranks and accumulation steps; these follow from it. 32 if neither it nor
-    gradient_accumulation_steps is set."""
+    """Samples of one update over all ranks and accumulation steps; these follow from it. 32 if
+    neither it nor gradient_accumulation_steps is set."""
     gradient_accumulation_steps: int | None = Field(None, ge=1)
-    """In place of global_batch_size: the latter is then per_device_train_batch_size x ranks x this."""
+    """In place of global_batch_size: the latter is then per_device_train_batch_size x ranks x
+    this.
+    """
     per_device_train_batch_size: int = Field(32, ge=1)
-    """Samples of one forward and backward on one rank; fewer where the global batch needs no more."""
+    """Samples of one forward and backward on one rank; fewer where the global batch needs no
+    more.
+    """
     learning_rate: float = Field(5e-5, gt=0)
     """Peak learning rate of AdamW, before lr_scaling."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """Multiply the learning rate by global batch / lr_reference_batch_size, or by its square root."""
+    """Multiply the learning rate by global batch / lr_reference_batch_size, or by its square
+    root.
+    """
     lr_reference_batch_size: int = Field(32, ge=1)
     """Global batch the learning rate was chosen for."""
     weight_decay: float = Field(0.01, ge=0)
     """AdamW's decoupled weight decay; biases and norms have none."""
     lr_scheduler_type: Literal[
-        "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
     ] = "linear"
     """Schedule of the learning rate, by updates."""
     warmup_steps: float = Field(0.06, ge=0)
@@ -134,7 +159,9 @@ class TrainConfig(DataConfig):
     metric_for_best_model: Literal["accuracy", "f1_macro", "loss"] = "accuracy"
     """What best means: highest accuracy or f1_macro, lowest loss, on the validation rows."""
     resume_from_checkpoint: str | None = None
-    """`latest`, or a checkpoint's folder. `latest` with no checkpoint yet starts from the beginning."""
+    """`latest`, or a checkpoint's folder. `latest` with no checkpoint yet starts from the
+    beginning.
+    """
     dataloader_num_workers: int = Field(0, ge=0)
     """Processes on each rank that prepare batches; 0 does it in the training process."""
 
@@ -142,24 +169,42 @@ class TrainConfig(DataConfig):
         """Check the keys against each other."""
         yield from super().rules()
         if self.global_batch_size is not None and self.gradient_accumulation_steps is not None:
-            yield ("global_batch_size", "gradient_accumulation_steps"), (
-                f"gradient_accumulation_steps={self.gradient_accumulation_steps}: given together with "
-                f"global_batch_size={self.global_batch_size}, from which it follows. Fix: keep one of the two"
+            yield (
+                ("global_batch_size", "gradient_accumulation_steps"),
+                (
+                    f"gradient_accumulation_steps={self.gradient_accumulation_steps}: given "
+                    "together with "
+                    f"global_batch_size={self.global_batch_size}, from which it follows. Fix: "
+                    "keep one of the two"
+                ),
             )
         for key in ("validation_file", "test_file"):
-            if getattr(self, key) is not None and self.train_file is None and self.dataset_name is None:
-                yield (key, "train_file", "dataset_name"), (
-                    f"{key}={getattr(self, key)}: given without training rows. Fix: add train_file or dataset_name"
+            if (
+                getattr(self, key) is not None
+                and self.train_file is None
+                and self.dataset_name is None
+            ):
+                yield (
+                    (key, "train_file", "dataset_name"),
+                    (
+                        f"{key}={getattr(self, key)}: given without training rows. Fix: add "
+                        "train_file or dataset_name"
+                    ),
                 )
         if self.max_steps == 0:
-            yield ("max_steps",), "max_steps=0: there is nothing to train. Allowed: 1 or more, or -1 for not set"
+            yield (
+                ("max_steps",),
+                "max_steps=0: there is nothing to train. Allowed: 1 or more, or -1 for not set",
+            )
 
 
 class EvaluateConfig(DataConfig):
     """Keys of `accel_ft.evaluate`. What is not set comes from the run the checkpoint belongs to."""
 
     checkpoint: str
-    """A run's folder, a published checkpoint, or any Hugging Face folder, Hub id or package:// model."""
+    """A run's folder, a published checkpoint, or any Hugging Face folder, Hub id or package://
+    model.
+    """
     split: Literal["test", "validation"] | None = None
     """Which rows; left out: the test rows where there are any, else the validation rows."""
     output: Path | None = None
@@ -170,11 +215,15 @@ class PredictConfig(Config):
     """Keys of `accel_ft.predict`."""
 
     checkpoint: str
-    """A run's folder, a published checkpoint, or any Hugging Face folder, Hub id or package:// model."""
+    """A run's folder, a published checkpoint, or any Hugging Face folder, Hub id or package://
+    model.
+    """
     input: str | None = None
     """File to label (csv, tsv, json, jsonl, parquet, or plain lines), or - for standard input."""
     input_format: Literal["auto", "csv", "tsv", "json", "jsonl", "parquet", "lines"] = "auto"
-    """Format of the input; auto goes by the file's name, and on standard input takes { for jsonl, else lines."""
+    """Format of the input; auto goes by the file's name, and on standard input takes { for jsonl,
+    else lines.
+    """
     text: str | None = None
     """One text to label, in place of input."""
     output: str = "-"
@@ -194,7 +243,10 @@ class PredictConfig(Config):
         """Exactly one source of texts, and it exists."""
         yield from super().rules()
         if (self.input is None) == (self.text is None):
-            yield ("input", "text"), "input, text: exactly one is needed. Fix: --input FILE (or -), or --text '...'"
+            yield (
+                ("input", "text"),
+                "input, text: exactly one is needed. Fix: --input FILE (or -), or --text '...'",
+            )
         if self.input not in (None, "-") and not Path(str(self.input)).is_file():
             yield ("input",), f"input={self.input}: there is no such file"
 
@@ -220,7 +272,8 @@ def parse(
         config_class: whose keys are allowed.
         argv: the command line without the program; None takes the process's own.
         prog: the command's name, for --help.
-        base: given the values that are set, returns values for the rest; its unknown keys are passed over.
+        base: given the values that are set, returns values for the rest; its unknown keys are
+            passed over.
 
     Raises:
         ConfigError: listing all faults.
@@ -238,7 +291,9 @@ def parse(
             values[key], origin[key] = value, f" ({config_file}, line {line})"
     for key, value in given.items():
         values[key], origin[key] = _from_text(config_class.model_fields[key], value), ""
-    values = {key: value for key, value in base(values).items() if key in config_class.model_fields} | values
+    values = {
+        key: value for key, value in base(values).items() if key in config_class.model_fields
+    } | values
     for word in unknown:
         if word.startswith("--"):
             key = word.removeprefix("--").split("=")[0]
@@ -257,9 +312,15 @@ def parse(
 
 
 def run_settings(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the config.yaml of the run that `values["checkpoint"]` belongs to; {} where there is none."""
+    """Return the config.yaml of the run that `values["checkpoint"]` belongs to; {} where there is
+    none.
+    """
     folder = Path(str(values.get("checkpoint", "")))
-    for candidate in (folder, folder.parent, folder.parent.parent):  # run, run/model, run/checkpoints/step_...
+    for candidate in (
+        folder,
+        folder.parent,
+        folder.parent.parent,
+    ):  # run, run/model, run/checkpoints/step_...
         if (candidate / "config.yaml").is_file():
             return {key: value for key, value, _ in _read_yaml(candidate / "config.yaml")}
     return {}
@@ -274,12 +335,22 @@ def _parser(config_class: type[Config], prog: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML with any of the keys below; --key value overrides it")
-    parser.add_argument("--print_config", action="store_true", help="print every key as it would be used, and stop")
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML with any of the keys below; --key value overrides it"
+    )
+    parser.add_argument(
+        "--print_config", action="store_true", help="print every key as it would be used, and stop"
+    )
     for key, field in config_class.model_fields.items():
         about = " ".join((field.description or "").split()).replace("%", "%%")
         default = "required" if field.is_required() else f"default: {field.default}"
-        parser.add_argument(f"--{key}", nargs="?", const=True, metavar=_type_name(field), help=f"{about} ({default})")
+        parser.add_argument(
+            f"--{key}",
+            nargs="?",
+            const=True,
+            metavar=_type_name(field),
+            help=f"{about} ({default})",
+        )
     return parser
 
 
@@ -288,7 +359,8 @@ def _type_name(field: FieldInfo) -> str:
     kinds = [kind for kind in _union(field.annotation) if kind is not type(None)]
     if typing.get_origin(kinds[0]) is Literal:
         return "|".join(map(str, typing.get_args(kinds[0])))
-    return {"Path": "FILE", "str": "TEXT"}.get(kinds[0].__name__, kinds[0].__name__.upper())
+    name = str(kinds[0].__name__)
+    return {"Path": "FILE", "str": "TEXT"}.get(name, name.upper())
 
 
 def _union(annotation: Any) -> tuple[Any, ...]:
@@ -298,7 +370,9 @@ def _union(annotation: Any) -> tuple[Any, ...]:
 def _from_text(field: FieldInfo, value: Any) -> Any:
     """A command-line word; `none` and `null` mean None where the key allows it."""
     optional = type(None) in _union(field.annotation)
-    return None if optional and isinstance(value, str) and value.lower() in ("none", "null") else value
+    return (
+        None if optional and isinstance(value, str) and value.lower() in ("none", "null") else value
+    )
 
 
 def _read_yaml(path: Path) -> Iterator[tuple[str, Any, int]]:
@@ -313,12 +387,16 @@ def _read_yaml(path: Path) -> Iterator[tuple[str, Any, int]]:
     if root is None:
         return
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"config={path}: must be a mapping. Allowed: lines of the form `key: value`")
+        raise ConfigError(
+            f"config={path}: must be a mapping. Allowed: lines of the form `key: value`"
+        )
     seen: dict[str, int] = {}
     for key_node, _ in root.value:
         key, line = str(key_node.value), key_node.start_mark.line + 1
         if key in seen:
-            raise ConfigError(f"{key} ({path}, line {line}): set twice, first in line {seen[key]}. Fix: keep one")
+            raise ConfigError(
+                f"{key} ({path}, line {line}): set twice, first in line {seen[key]}. Fix: keep one"
+            )
         seen[key] = line
         yield key, values.get(key), line
 
@@ -333,9 +411,13 @@ def _validate(
         if key in fields and isinstance(value, bool) and bool not in _union(fields[key].annotation):
             faulty.add(key)
             found = "no value" if origin.get(key, "") == "" else str(value).lower()
-            faults.append(f"{key}{origin.get(key, '')}: {found} given. Allowed: {_type_name(fields[key])}")
+            faults.append(
+                f"{key}{origin.get(key, '')}: {found} given. Allowed: {_type_name(fields[key])}"
+            )
     try:
-        config_class.model_validate({key: value for key, value in values.items() if key not in faulty})
+        config_class.model_validate(
+            {key: value for key, value in values.items() if key not in faulty}
+        )
     except ValidationError as error:
         for item in error.errors():
             key = str(item["loc"][0])
@@ -348,9 +430,14 @@ def _validate(
             elif item["type"] == "missing":
                 faults.append(f"{key}: is needed. Fix: --{key} {_type_name(fields[key])}")
             else:
-                faults.append(f"{key}={item['input']}{where}: {item['msg']}. Allowed: {_type_name(fields[key])}")
+                faults.append(
+                    f"{key}={item['input']}{where}: {item['msg']}. Allowed: "
+                    f"{_type_name(fields[key])}"
+                )
     sound = {key: value for key, value in values.items() if key not in faulty}
-    placeholders = {key: "" for key, field in fields.items() if field.is_required() and key not in sound}
+    placeholders = {
+        key: "" for key, field in fields.items() if field.is_required() and key not in sound
+    }
     config = config_class.model_validate(sound | placeholders)
     faults += [message for keys, message in config.rules() if not faulty & set(keys)]
     return (None if faults else config), faults

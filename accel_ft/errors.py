@@ -10,7 +10,9 @@ EXIT_USER_ERROR = 2
 
 
 class UserError(Exception):
-    """A fault the user can mend; the message says what was found, what is allowed and how to mend it."""
+    """A fault the user can mend; the message says what was found, what is allowed and how to mend
+    it.
+    """
 
 
 class ConfigError(UserError):
@@ -38,8 +40,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def run_command(main: Callable[[], None]) -> None:
     """Run a command's `main`; turn a `UserError` into one message on stderr and exit code 2.
 
-    A fault that every rank meets is printed once: the other ranks hold theirs back for three seconds, in which
-    the launcher ends them; a fault of one rank alone is printed by that rank.
+    A fault that every rank meets is printed once: the other ranks hold theirs back for three
+        seconds, in which the launcher ends them; a fault of one rank alone is printed by that rank.
     """
     try:
         main()

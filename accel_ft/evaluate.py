@@ -1,4 +1,6 @@
-"""Evaluate a checkpoint: python -m accel_ft.evaluate --checkpoint runs/ag_news [--test_file FILE]."""
+"""Evaluate a checkpoint: python -m accel_ft.evaluate --checkpoint runs/ag_news [--test_file
+FILE].
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,13 @@ def evaluate_checkpoint(config: EvaluateConfig, accelerator: Any) -> dict[str, A
     from accel_ft.data.loader import Padding
     from accel_ft.data.splits import load_eval_split
     from accel_ft.engine.evaluation import evaluate, make_eval_loader
-    from accel_ft.model.load import label_names, load_classifier, load_model_config, load_tokenizer, resolve
+    from accel_ft.model.load import (
+        label_names,
+        load_classifier,
+        load_model_config,
+        load_tokenizer,
+        resolve,
+    )
 
     folder = resolve(model_folder(config.checkpoint))
     tokenizer = load_tokenizer(config.checkpoint, folder)
@@ -43,12 +51,19 @@ def evaluate_checkpoint(config: EvaluateConfig, accelerator: Any) -> dict[str, A
     with accelerator.local_main_process_first():
         name, split = load_eval_split(config, tokenizer, names, config.split)
     # Not prepared: each rank holds the whole model, and nothing but the ledger is exchanged.
-    model = load_classifier(config.checkpoint, folder, model_config, accelerator.device, training=False)
+    model = load_classifier(
+        config.checkpoint, folder, model_config, accelerator.device, training=False
+    )
     model = model.to(accelerator.device)
     pad = Padding(tokenizer, multiple=1 if accelerator.device.type == "cpu" else 8)
     loader = make_eval_loader(accelerator, split, config.per_device_eval_batch_size, pad)
     scores = evaluate(accelerator, model, loader, split, names)
-    return {"checkpoint": str(Path(folder)), "split": name, "rows": split.store.name, "num_samples": len(split)} | scores
+    return {
+        "checkpoint": str(Path(folder)),
+        "split": name,
+        "rows": split.store.name,
+        "num_samples": len(split),
+    } | scores
 
 
 if __name__ == "__main__":

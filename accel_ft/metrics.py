@@ -1,4 +1,5 @@
-"""What an evaluation says, from one table of logits and labels: `evaluate.Metric` subclasses and what they compute.
+"""What an evaluation says, from one table of logits and labels: `evaluate.Metric` subclasses and
+what they compute.
 
 Legend: n samples, C classes. `evaluate.load("accuracy")` needs the network; these need none.
 """
@@ -20,7 +21,8 @@ def confusion_matrix(
 
 
 def per_class_scores(matrix: NDArray[np.int64]) -> dict[str, list[float]]:
-    """Precision, recall and F1 of each class, 0 where nothing was predicted or present, and the number of samples.
+    """Precision, recall and F1 of each class, 0 where nothing was predicted or present, and the
+    number of samples.
 
     Args:
         matrix: confusion matrix [C, C], rows are labels.
@@ -50,12 +52,16 @@ class _ClassificationMetric(evaluate.Metric):  # type: ignore[misc]
             description=type(self).__doc__ or "",
             citation="",
             inputs_description="predictions, references: label ids; num_labels: their number",
-            features=datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}),
+            features=datasets.Features(
+                {"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}
+            ),
         )
 
     @staticmethod
     def _matrix(predictions: Any, references: Any, num_labels: int) -> NDArray[np.int64]:
-        return confusion_matrix(np.asarray(references, np.int64), np.asarray(predictions, np.int64), num_labels)
+        return confusion_matrix(
+            np.asarray(references, np.int64), np.asarray(predictions, np.int64), num_labels
+        )
 
 
 class Accuracy(_ClassificationMetric):
@@ -70,7 +76,11 @@ class MacroF1(_ClassificationMetric):
     """Mean over the classes of F1."""
 
     def _compute(self, predictions: Any, references: Any, num_labels: int) -> dict[str, Any]:
-        return {"f1_macro": float(np.mean(per_class_scores(self._matrix(predictions, references, num_labels))["f1"]))}
+        return {
+            "f1_macro": float(
+                np.mean(per_class_scores(self._matrix(predictions, references, num_labels))["f1"])
+            )
+        }
 
 
 class PerClass(_ClassificationMetric):
@@ -80,7 +90,9 @@ class PerClass(_ClassificationMetric):
         return {"per_class": per_class_scores(self._matrix(predictions, references, num_labels))}
 
 
-def classification_metrics(logits: NDArray[Any], labels: NDArray[np.int64], label_names: list[str]) -> dict[str, Any]:
+def classification_metrics(
+    logits: NDArray[Any], labels: NDArray[np.int64], label_names: list[str]
+) -> dict[str, Any]:
     """Compute every metric of an evaluation.
 
     Args:
@@ -91,12 +103,17 @@ def classification_metrics(logits: NDArray[Any], labels: NDArray[np.int64], labe
     Returns:
         loss, accuracy, f1_macro: numbers; per_class: label name -> precision, recall, f1, support.
     """
-    ids = {"predictions": logits.argmax(axis=1), "references": labels, "num_labels": len(label_names)}
+    ids = {
+        "predictions": logits.argmax(axis=1),
+        "references": labels,
+        "num_labels": len(label_names),
+    }
     scores: dict[str, Any] = {"loss": cross_entropy(logits.astype(np.float64), labels)}
     for metric in (Accuracy, MacroF1, PerClass):
         scores |= metric(keep_in_memory=True).compute(**ids)
     table = scores.pop("per_class")
     scores["per_class"] = {
-        name: {column: values[row] for column, values in table.items()} for row, name in enumerate(label_names)
+        name: {column: values[row] for column, values in table.items()}
+        for row, name in enumerate(label_names)
     }
     return scores

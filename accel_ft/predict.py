@@ -1,4 +1,6 @@
-"""Label texts with a checkpoint: python -m accel_ft.predict --checkpoint runs/ag_news --input FILE --output FILE."""
+"""Label texts with a checkpoint: python -m accel_ft.predict --checkpoint runs/ag_news --input FILE
+--output FILE.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ CHUNK_ROWS = 2048  # read, sorted by length, labelled and written at a time: wha
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Label one text, a file, or standard input; write one JSON object a line, in the order of the input."""
+    """Label one text, a file, or standard input; write one JSON object a line, in the order of the
+    input.
+    """
     config = parse(PredictConfig, argv, "predict", run_settings)
     rows = open_rows(config)
 
@@ -37,8 +41,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             staging = Path(config.output + ".partial")
             output = stack.enter_context(_open_output(staging, config.output))
         while chunk := list(islice(rows, CHUNK_ROWS)):
-            for (key, value, _), scores in zip(chunk, classifier.scores([text for _, _, text in chunk]), strict=True):
-                output.write(json.dumps({key: value} | classifier.describe(scores), ensure_ascii=False) + "\n")
+            for (key, value, _), scores in zip(
+                chunk, classifier.scores([text for _, _, text in chunk]), strict=True
+            ):
+                output.write(
+                    json.dumps({key: value} | classifier.describe(scores), ensure_ascii=False)
+                    + "\n"
+                )
             output.flush()
     if config.output != "-":
         staging.replace(config.output)
@@ -50,7 +59,13 @@ class Classifier:
     def __init__(self, config: PredictConfig, accelerator: Any) -> None:
         from accel_ft.checkpoint.state import model_folder
         from accel_ft.data.loader import Padding
-        from accel_ft.model.load import label_names, load_classifier, load_model_config, load_tokenizer, resolve
+        from accel_ft.model.load import (
+            label_names,
+            load_classifier,
+            load_model_config,
+            load_tokenizer,
+            resolve,
+        )
 
         name = config.checkpoint
         folder = resolve(model_folder(name))
@@ -64,7 +79,9 @@ class Classifier:
         self.pad = Padding(self.tokenizer, multiple=1)
 
     def scores(self, texts: list[str]) -> Any:
-        """Return the probability of each label, float32 [len(texts), C]; batched by length, in the order given."""
+        """Return the probability of each label, float32 [len(texts), C]; batched by length, in the
+        order given.
+        """
         import numpy as np
         import torch
 
@@ -80,14 +97,19 @@ class Classifier:
             for batch in eval_batches(lengths, self.config.per_device_eval_batch_size, 1):
                 inputs = self.pad([rows[row] for row in batch])
                 with self.accelerator.autocast():
-                    logits = forward(self.model, {k: v.to(self.accelerator.device) for k, v in inputs.items()})
+                    logits = forward(
+                        self.model, {k: v.to(self.accelerator.device) for k, v in inputs.items()}
+                    )
                 scores[batch] = logits.softmax(dim=-1).cpu().numpy()
         return scores
 
     def describe(self, scores: Any) -> dict[str, Any]:
         """Return what is written of one text's scores [C]."""
         best = int(scores.argmax())
-        described: dict[str, Any] = {"label": self.label_names[best], "score": round(float(scores[best]), 6)}
+        described: dict[str, Any] = {
+            "label": self.label_names[best],
+            "score": round(float(scores[best]), 6),
+        }
         if self.config.all_scores:
             named = zip(self.label_names, scores.tolist(), strict=True)
             described["scores"] = {label: round(score, 6) for label, score in named}
@@ -95,7 +117,9 @@ class Classifier:
 
 
 def open_rows(config: PredictConfig) -> Iterator[tuple[str, Any, str]]:
-    """Yield ("id" or "line", its value, text) of each row to label; the first row is read at once, for its faults."""
+    """Yield ("id" or "line", its value, text) of each row to label; the first row is read at once,
+    for its faults.
+    """
     if config.text is not None:
         return iter([("line", 1, config.text)])
     rows = _read_rows(config)
@@ -118,7 +142,9 @@ def _read_rows(config: PredictConfig) -> Iterator[tuple[str, Any, str]]:
                 )
         text = record[column]
         if not isinstance(text, str):
-            raise DataError(f"{path}: {place}: {column} is {json.dumps(text, default=str)}, not a text")
+            raise DataError(
+                f"{path}: {place}: {column} is {json.dumps(text, default=str)}, not a text"
+            )
         id_column = config.id_column or ("id" if "id" in record else None)
         if id_column is not None:
             yield "id", record[id_column], text
@@ -130,7 +156,8 @@ def _read_rows(config: PredictConfig) -> Iterator[tuple[str, Any, str]]:
 def _guess_format(path: str) -> str:
     suffix = Path(path).suffix.lower().removeprefix(".")
     if path == "-":
-        return "jsonl" if sys.stdin.buffer.peek(1)[:1] == b"{" else "lines"
+        standard_input: Any = sys.stdin.buffer
+        return "jsonl" if standard_input.peek(1)[:1] == b"{" else "lines"
     return suffix if suffix in ("csv", "tsv", "json", "jsonl", "parquet") else "lines"
 
 
@@ -138,7 +165,9 @@ def _open_output(staging: Path, wanted: str) -> Any:
     try:
         return staging.open("w", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"output={wanted}: cannot be written: {os.strerror(error.errno or 0)}") from error
+        raise ConfigError(
+            f"output={wanted}: cannot be written: {os.strerror(error.errno or 0)}"
+        ) from error
 
 
 if __name__ == "__main__":

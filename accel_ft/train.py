@@ -1,11 +1,12 @@
-"""Fine-tune a text classifier: accelerate launch --config_file STRATEGY.yaml -m accel_ft.train --config JOB.yaml."""
+"""Fine-tune a text classifier: accelerate launch --config_file STRATEGY.yaml -m accel_ft.train
+--config JOB.yaml.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import math
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,8 @@ def fit(config: TrainConfig) -> None:
     """Run the job; every rank calls it.
 
     Raises:
-        UserError: for what the user can mend, before the model is loaded where it can be known before.
+        UserError: for what the user can mend, before the model is loaded where it can be known
+            before.
     """
     from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs
 
@@ -44,7 +46,7 @@ def fit(config: TrainConfig) -> None:
 
     accelerator = make_accelerator(
         dataloader_config=DataLoaderConfiguration(non_blocking=True),
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
     setup_logging(accelerator.process_index)
     _check_output_dir(config)
@@ -77,7 +79,9 @@ def build(config: TrainConfig, accelerator: Accelerator) -> Run:
     folder = resolve(name)
     tokenizer = load_tokenizer(name, folder)
     load_model_config(name, folder, config.max_seq_length)
-    with accelerator.local_main_process_first():  # one rank of a machine tokenises, the others find its cache
+    with (
+        accelerator.local_main_process_first()
+    ):  # one rank of a machine tokenises, the others find its cache
         splits = load_splits(config, tokenizer, config.max_train_samples)
     config, accumulation_steps = _resolve_batch(config, accelerator.num_processes)
     assert config.global_batch_size is not None
@@ -85,7 +89,9 @@ def build(config: TrainConfig, accelerator: Accelerator) -> Run:
     num_micro_batches = accumulation_steps * accelerator.num_processes
     plan = Plan(len(splits.train), config.global_batch_size, config.seed, splits.train.lengths)
     limited = config.max_steps is not None and config.max_steps > 0
-    num_steps = config.max_steps if limited else math.ceil(config.num_train_epochs * plan.steps_per_epoch)
+    num_steps = (
+        config.max_steps if limited else math.ceil(config.num_train_epochs * plan.steps_per_epoch)
+    )
     assert num_steps is not None
 
     set_seed(config.seed)  # the same new head on every rank
@@ -99,7 +105,9 @@ def build(config: TrainConfig, accelerator: Accelerator) -> Run:
         pad_token_id=tokenizer.pad_token_id,
     )
     model = load_classifier(name, folder, model_config, accelerator.device)
-    optimizer = make_optimizer(model, scaled_learning_rate(config, config.global_batch_size), config.weight_decay)
+    optimizer = make_optimizer(
+        model, scaled_learning_rate(config, config.global_batch_size), config.weight_decay
+    )
     scheduler = make_scheduler(config, optimizer, num_steps)
     model, optimizer = accelerator.prepare(model, optimizer)
     set_seed(config.seed, device_specific=True)  # other dropout on every rank
@@ -161,8 +169,13 @@ def start_or_resume(run: Run) -> None:
             "num_steps": run.num_steps,
             "accumulation_steps": run.accumulation_steps,
             "identity": run.identity,
-            "data": {key: None if split is None else split.fingerprint() for key, split in fingerprints.items()},
-            "num_samples": {key: None if split is None else len(split) for key, split in fingerprints.items()},
+            "data": {
+                key: None if split is None else split.fingerprint()
+                for key, split in fingerprints.items()
+            },
+            "num_samples": {
+                key: None if split is None else len(split) for key, split in fingerprints.items()
+            },
             "sample_order_sha256": sample_order_sha256(run.plan),
         }
         write_receipt(run.output_dir / "receipt.json", accelerator, about)
@@ -170,7 +183,9 @@ def start_or_resume(run: Run) -> None:
 
 
 def sample_order_sha256(plan: Plan) -> str:
-    """Return a hash of the order of samples in the first epoch (its first 256 updates): equal for equal orders."""
+    """Return a hash of the order of samples in the first epoch (its first 256 updates): equal for
+    equal orders.
+    """
     digest = hashlib.sha256()
     for step in range(min(plan.steps_per_epoch, ORDER_HASH_STEPS)):
         digest.update(plan.global_batch(step).tobytes())
@@ -198,12 +213,17 @@ def _resolve_batch(config: TrainConfig, num_processes: int) -> tuple[TrainConfig
     """Settle global batch size and accumulation steps; each follows from the other."""
     one_pass = config.per_device_train_batch_size * num_processes
     if config.gradient_accumulation_steps is not None:
-        size, steps = one_pass * config.gradient_accumulation_steps, config.gradient_accumulation_steps
+        size, steps = (
+            one_pass * config.gradient_accumulation_steps,
+            config.gradient_accumulation_steps,
+        )
     else:
         size = config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
         steps = math.ceil(size / one_pass)
     if size < num_processes:
-        raise ConfigError(f"global_batch_size={size}: {num_processes} processes need {num_processes} or more")
+        raise ConfigError(
+            f"global_batch_size={size}: {num_processes} processes need {num_processes} or more"
+        )
     return config.resolved(global_batch_size=size, gradient_accumulation_steps=None), steps
 
 

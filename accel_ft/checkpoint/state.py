@@ -1,8 +1,9 @@
 """What a run is at an update, saved and loaded as one thing by all ranks together.
 
-`Accelerator.save_state` writes model, optimizer, loss scaler and every rank's random numbers. Beside them stand
-trainer_state.json (schedule, plan position, metrics so far; JSON, since what is registered for checkpointing is
-unpickled) and the model's config and tokenizer, so that a checkpoint of one process or DDP is a Hugging Face folder.
+`Accelerator.save_state` writes model, optimizer, loss scaler and every rank's random numbers.
+Beside them stand trainer_state.json (schedule, plan position, metrics so far; JSON, since what is
+registered for checkpointing is unpickled) and the model's config and tokenizer, so that a
+checkpoint of one process or DDP is a Hugging Face folder.
 """
 
 import json
@@ -21,7 +22,13 @@ logger = logging.getLogger(__name__)
 TRAINER_STATE = "trainer_state.json"
 
 
-def save(accelerator: Accelerator, final: Path, trainer_state: dict[str, Any], config: Any, tokenizer: Any) -> None:
+def save(
+    accelerator: Accelerator,
+    final: Path,
+    trainer_state: dict[str, Any],
+    config: Any,
+    tokenizer: Any,
+) -> None:
     """Save the run, between two updates. Collective: every rank calls it.
 
     Args:
@@ -45,14 +52,16 @@ def save(accelerator: Accelerator, final: Path, trainer_state: dict[str, Any], c
 
 
 def find(accelerator: Accelerator, root: Path, wanted: str | None) -> Path | None:
-    """Return the checkpoint to resume from, verified, the same on every rank; None to start from the beginning.
+    """Return the checkpoint to resume from, verified, the same on every rank; None to start from
+    the beginning.
 
     Args:
         root: the run's checkpoints folder.
         wanted: `latest`, a checkpoint's folder, or None.
 
     Raises:
-        CheckpointError: `wanted` names a folder that is missing or damaged, or every checkpoint is damaged.
+        CheckpointError: `wanted` names a folder that is missing or damaged, or every checkpoint is
+            damaged.
     """
     found: list[str | None] = [None]
     if accelerator.is_main_process and wanted is not None:
@@ -67,7 +76,8 @@ def find(accelerator: Accelerator, root: Path, wanted: str | None) -> Path | Non
 
 
 def newest_sound(root: Path) -> Path | None:
-    """Return the newest checkpoint that verifies, naming the damaged ones passed over; None where there is none.
+    """Return the newest checkpoint that verifies, naming the damaged ones passed over; None where
+    there is none.
 
     Raises:
         CheckpointError: there are checkpoints and all are damaged.
@@ -91,14 +101,17 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
 
 
 def load(accelerator: Accelerator, folder: Path, trainer_state: dict[str, Any], seed: int) -> None:
-    """Load a verified checkpoint into the prepared model, optimizer and random number generators. Collective."""
+    """Load a verified checkpoint into the prepared model, optimizer and random number generators.
+    Collective.
+    """
     accelerator.load_state(str(folder))
     accelerator.step = 0  # counts micro steps; a checkpoint stands between two updates
     if trainer_state["num_processes"] != accelerator.num_processes:
         step = trainer_state["step"]
         set_seed(seed + step, device_specific=True)
         logger.warning(
-            "saved by %d processes, resumed by %d: weights, optimizer, schedule and data order carry over, the "
+            "saved by %d processes, resumed by %d: weights, optimizer, schedule and data order "
+            "carry over, the "
             "random streams of dropout cannot; they start anew from seed + step",
             trainer_state["num_processes"],
             accelerator.num_processes,
@@ -131,8 +144,10 @@ def model_folder(path: str) -> str:
     """Return the Hugging Face folder inside what a user calls a checkpoint.
 
     Args:
-        path: a run's folder (its model/, or where that is not written yet its newest checkpoint), a published
-            checkpoint, or any Hugging Face folder, Hub id or package:// model, which are returned as they are.
+        path: a run's folder (its model/, or where that is not written yet its newest checkpoint), a
+            published
+            checkpoint, or any Hugging Face folder, Hub id or package:// model, which are returned
+            as they are.
 
     Raises:
         CheckpointError: for a run without a checkpoint, or a damaged checkpoint.

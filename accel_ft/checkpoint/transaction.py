@@ -1,7 +1,8 @@
 """A folder of files reaches the disk whole or not at all.
 
-Write: into a staging folder; SHA-256 and size of every file into manifest.json; everything fsynced; renamed to its
-final name; only then are older ones pruned. Read: the manifest is checked before a file is opened.
+Write: into a staging folder; SHA-256 and size of every file into manifest.json; everything fsynced;
+    renamed to its final name; only then are older ones pruned. Read: the manifest is checked before
+    a file is opened.
 
     checkpoints/.staging-step_00000500/   being written, or left over by a run that was killed
     checkpoints/step_00000500/            published
@@ -68,7 +69,9 @@ def verify(folder: Path) -> None:
         raise CheckpointError(f"{folder}: missing files {missing}, files of unknown origin {extra}")
     for name, entry in entries.items():
         if _entry(folder / name) != entry:
-            raise CheckpointError(f"{folder}: {name} is damaged (size or SHA-256 differs from {MANIFEST})")
+            raise CheckpointError(
+                f"{folder}: {name} is damaged (size or SHA-256 differs from {MANIFEST})"
+            )
 
 
 def list_published(root: Path) -> list[tuple[int, Path]]:
@@ -79,7 +82,9 @@ def list_published(root: Path) -> list[tuple[int, Path]]:
 
 
 def prune(root: Path, keep: int | None, protected: int | None) -> None:
-    """Remove all but the newest `keep` checkpoints and the one of step `protected`; never the newest."""
+    """Remove all but the newest `keep` checkpoints and the one of step `protected`; never the
+    newest.
+    """
     if keep is not None:
         for step, path in list_published(root)[:-keep]:
             if step != protected:
@@ -93,7 +98,9 @@ def remove_leftovers(root: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a published folder; its name goes first, so that a kill leaves no half of it under that name."""
+    """Remove a published folder; its name goes first, so that a kill leaves no half of it under
+    that name.
+    """
     doomed = folder.with_name(f"{STAGING_PREFIX}removed-{folder.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)

@@ -20,7 +20,9 @@ Batch = dict[str, torch.Tensor]
 class TrainBatches(Dataset[Batch]):
     """The micro-batches of a whole run, numbered in (step, micro step, rank) order."""
 
-    def __init__(self, split: Split, plan: Plan, num_micro_batches: int, num_steps: int, pad: "Padding") -> None:
+    def __init__(
+        self, split: Split, plan: Plan, num_micro_batches: int, num_steps: int, pad: "Padding"
+    ) -> None:
         self.split, self.plan, self.pad = split, plan, pad
         self.num_micro_batches, self.num_steps = num_micro_batches, num_steps
 
@@ -29,7 +31,9 @@ class TrainBatches(Dataset[Batch]):
 
     def __getitem__(self, number: int) -> Batch:
         step, micro_batch = divmod(number, self.num_micro_batches)
-        return collate(self.split, self.plan.micro_batches(step, self.num_micro_batches)[micro_batch], self.pad)
+        return collate(
+            self.split, self.plan.micro_batches(step, self.num_micro_batches)[micro_batch], self.pad
+        )
 
 
 class EvalBatches(Dataset[Batch]):
@@ -46,7 +50,7 @@ class EvalBatches(Dataset[Batch]):
 
 
 class Padding:
-    """How token ids become a rectangle: pad token, side, and a multiple the width is rounded up to."""
+    """How token ids become a rectangle: pad token, side, and what the width is a multiple of."""
 
     def __init__(self, tokenizer: Any, multiple: int) -> None:
         self.token_id = int(tokenizer.pad_token_id)
@@ -62,17 +66,21 @@ class Padding:
             where = slice(width - len(ids), None) if self.left else slice(len(ids))
             input_ids[row, where] = ids
             attention_mask[row, where] = 1
-        return {"input_ids": torch.from_numpy(input_ids), "attention_mask": torch.from_numpy(attention_mask)}
+        return {
+            "input_ids": torch.from_numpy(input_ids),
+            "attention_mask": torch.from_numpy(attention_mask),
+        }
 
 
 def collate(split: Split, places: Ids, pad: Padding) -> Batch:
     """Make the tensors of one micro-batch.
 
-    An empty one, which keeps all ranks in step, becomes the split's first sample with weight 0 and place -1.
+    An empty one, which keeps all ranks in step, becomes the split's first sample with weight 0 and
+    place -1.
 
     Returns:
-        input_ids, attention_mask: int64 [B, T]; labels: int64 [B]; weights: float32 [B], what a sample counts in
-        the loss; places: int64 [B].
+        input_ids, attention_mask: int64 [B, T]; labels: int64 [B]; weights: float32 [B], what a
+            sample counts in the loss; places: int64 [B].
     """
     filler = len(places) == 0
     real = np.zeros(1, np.int64) if filler else places
@@ -83,14 +91,23 @@ def collate(split: Split, places: Ids, pad: Padding) -> Batch:
     return batch
 
 
-def make_loader(batches: Dataset[Batch], start: int, num_workers: int, pin_memory: bool) -> DataLoader[Batch]:
-    """Return a loader of `batches` from number `start` on, one at a time, for `Accelerator.prepare` to shard.
+def make_loader(
+    batches: Dataset[Batch], start: int, num_workers: int, pin_memory: bool
+) -> DataLoader[Batch]:
+    """Return a loader of `batches` from number `start` on, one at a time, for `Accelerator.prepare`
+    to shard.
 
-    Its own generator keeps it from drawing on torch's: an iterator made at a resume leaves dropout's numbers alone.
+    Its own generator keeps it from drawing on torch's: an iterator made at a resume leaves
+    dropout's numbers alone.
     """
     numbers: Any = range(start, len(batches))  # type: ignore[arg-type]
     first: Callable[[list[Batch]], Batch] = itemgetter(0)
     return DataLoader(
-        batches, batch_size=1, sampler=numbers, collate_fn=first, num_workers=num_workers, pin_memory=pin_memory,
+        batches,
+        batch_size=1,
+        sampler=numbers,
+        collate_fn=first,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
         generator=torch.Generator(),
-    )  # fmt: skip
+    )

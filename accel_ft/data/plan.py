@@ -1,12 +1,15 @@
-"""The plan: which sample is in which global batch, at any position of a run, for any number of ranks.
+"""The plan: which sample is in which global batch, at any position of a run, for any number of
+ranks.
 
-A pure function of (seed, epoch, lengths, global batch size). It knows nothing of ranks or processes, needs memory
+A pure function of (seed, epoch, lengths, global batch size). It knows nothing of ranks or
+processes, needs memory
 for one window, and finds any position by arithmetic: a resume is an index, not a replay.
 
-Legend: n samples, G global batch size, S steps (updates) of an epoch = ceil(n / G), M micro-batches of one update
-= ranks x accumulation steps. Epoch e shuffles 0..n-1 with a keyed permutation. Its first floor(n / G) * G places are
-cut into windows of `WINDOW_STEPS` global batches; each window is sorted by length, cut into global batches of G
-neighbours (little padding), and those are put in a shuffled order. What is left over is the short last batch.
+Legend: n samples, G global batch size, S steps (updates) of an epoch = ceil(n / G), M micro-batches
+    of one update = ranks x accumulation steps. Epoch e shuffles 0..n-1 with a keyed permutation.
+    Its first floor(n / G) * G places are cut into windows of `WINDOW_STEPS` global batches; each
+    window is sorted by length, cut into global batches of G neighbours (little padding), and those
+    are put in a shuffled order. What is left over is the short last batch.
 """
 
 from collections.abc import Callable
@@ -22,7 +25,9 @@ FEISTEL_ROUNDS = 8
 
 
 def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Hash 64-bit words, any shape (the finalizer of SplitMix64; Steele, Lea, Flood, OOPSLA 2014)."""
+    """Hash 64-bit words, any shape (the finalizer of SplitMix64; Steele, Lea, Flood, OOPSLA
+    2014).
+    """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -38,7 +43,8 @@ def combine_key(*parts: int) -> np.uint64:
 
 
 def permute(index: Ids, size: int, key: np.uint64) -> Ids:
-    """Where a keyed random permutation of 0..size-1 sends each of `index`, without building the permutation.
+    """Where a keyed random permutation of 0..size-1 sends each of `index`, without building the
+    permutation.
 
     Args:
         index: int64 [k], each in 0..size-1.
@@ -48,8 +54,8 @@ def permute(index: Ids, size: int, key: np.uint64) -> Ids:
     Returns:
         int64 [k].
 
-    Source: a balanced Feistel network on the next even number of bits, walked until the value falls inside
-    (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
+    Source: a balanced Feistel network on the next even number of bits, walked until the value falls
+        inside (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -72,11 +78,16 @@ class Plan:
         num_samples: n, at least 1.
         global_batch_size: G, samples of one update over all ranks.
         seed: decides every order.
-        lengths: maps sample ids [k] to their numbers of tokens [k]; an array's `__getitem__` will do.
+        lengths: maps sample ids [k] to their numbers of tokens [k]; an array's `__getitem__` will
+            do.
     """
 
     def __init__(
-        self, num_samples: int, global_batch_size: int, seed: int, lengths: Callable[[Ids], NDArray[np.integer]]
+        self,
+        num_samples: int,
+        global_batch_size: int,
+        seed: int,
+        lengths: Callable[[Ids], NDArray[np.integer]],
     ) -> None:
         if num_samples < 1 or global_batch_size < 1:
             raise ValueError(f"{num_samples=} and {global_batch_size=} must be at least 1")
@@ -91,7 +102,8 @@ class Plan:
         return Plan, (self.num_samples, self.global_batch_size, self.seed, self.lengths)
 
     def global_batch(self, step: int) -> Ids:
-        """Return the sample ids of update `step` (0, 1, ... over the whole run), shortest text first.
+        """Return the sample ids of update `step` (0, 1, ... over the whole run), shortest text
+        first.
 
         Returns:
             int64 [G], or [n mod G] for the short last batch of an epoch.
@@ -100,13 +112,16 @@ class Plan:
         window, row = divmod(step, WINDOW_STEPS)
         num_full_steps = self.num_samples // self.global_batch_size
         if step < num_full_steps:
-            return self._window(epoch, window)[row]
+            ids: Ids = self._window(epoch, window)[row]
+            return ids
         return self._by_length(epoch, num_full_steps * self.global_batch_size, self.num_samples)
 
     def micro_batches(self, step: int, num_micro_batches: int) -> list[Ids]:
-        """Split update `step` into M micro-batches of neighbouring lengths and nearly equal size, some maybe empty.
+        """Split update `step` into M micro-batches of neighbouring lengths and nearly equal size,
+        some maybe empty.
 
-        They stand in (micro step, rank) order: of N ranks, rank r takes numbers r, r + N, r + 2N, ...
+        They stand in (micro step, rank) order: of N ranks, rank r takes numbers r, r + N, r + 2N,
+        ...
         """
         return np.array_split(self.global_batch(step), num_micro_batches)
 
@@ -117,21 +132,29 @@ class Plan:
         return ids[np.argsort(self.lengths(ids), kind="stable")]
 
     def _make_window(self, epoch: int, window: int) -> Ids:
-        """Return the window's global batches, int64 [<= WINDOW_STEPS, G], in their shuffled order."""
+        """Return the window's global batches, int64 [<= WINDOW_STEPS, G], in their shuffled
+        order.
+        """
         size = WINDOW_STEPS * self.global_batch_size
-        stop = min((window + 1) * size, self.num_samples // self.global_batch_size * self.global_batch_size)
+        stop = min(
+            (window + 1) * size, self.num_samples // self.global_batch_size * self.global_batch_size
+        )
         batches = self._by_length(epoch, window * size, stop).reshape(-1, self.global_batch_size)
-        rank_of = mix(np.arange(len(batches), dtype=np.uint64) + combine_key(self.seed, epoch, window))
+        rank_of = mix(
+            np.arange(len(batches), dtype=np.uint64) + combine_key(self.seed, epoch, window)
+        )
         return batches[np.argsort(rank_of, kind="stable")]
 
 
 def eval_batches(lengths: NDArray[np.integer], batch_size: int, multiple: int) -> list[Ids]:
-    """Cut all samples into batches of neighbouring lengths, longest first, for one pass in any order.
+    """Cut all samples into batches of neighbouring lengths, longest first, for one pass in any
+    order.
 
     Args:
         lengths: tokens of each sample, [n].
         batch_size: samples of a batch.
-        multiple: empty batches are added until their number divides by it, so that all ranks run as many.
+        multiple: empty batches are added until their number divides by it, so that all ranks run as
+            many.
 
     Returns:
         list of int64 [<= batch_size]; the same batches, in the same order, whatever `multiple`.

@@ -1,7 +1,8 @@
-"""Rows as they stand in files or on the Hub: texts and labels exactly as written, each with its place.
+"""Rows as they stand in files or on the Hub: texts and labels exactly as written, each with its
+place.
 
-Local files are read here and not through `datasets`, whose CSV reader turns the cells `NA`, `null` and '' into None,
-merges the labels `01` and `1`, and names neither file nor line.
+Local files are read here and not through `datasets`, whose CSV reader turns the cells `NA`, `null`
+and '' into None, merges the labels `01` and `1`, and names neither file nor line.
 """
 
 import codecs
@@ -50,13 +51,19 @@ class Source:
         columns_checked = False
         for place, record in self.records():
             if not columns_checked:
-                _check_columns(self.name, record, {"text_column": text_column, "label_column": label_column})
+                _check_columns(
+                    self.name, record, {"text_column": text_column, "label_column": label_column}
+                )
                 columns_checked = True
             text, label = record.get(text_column), self._label(record.get(label_column))
             if not isinstance(text, str):
                 faults.add(place, f"{text_column} is {_show(text)}, not a text")
             elif label is None:
-                faults.add(place, f"{label_column} is {_show(record.get(label_column))}, not a text or an integer")
+                faults.add(
+                    place,
+                    f"{label_column} is {_show(record.get(label_column))}, not a text or an "
+                    "integer",
+                )
             else:
                 yield place, text, label
         faults.raise_any()
@@ -89,12 +96,19 @@ class _Faults:
         if self.messages:
             shown = "\n  ".join(self.messages[:MAX_FAULTS_SHOWN])
             count = len(self.messages)
-            more = f"\n  ... and {count - MAX_FAULTS_SHOWN} more" if count > MAX_FAULTS_SHOWN else ""
-            raise DataError(f"{self.name}: {count} faulty row{'s' * (count > 1)}. Fix or remove:\n  {shown}{more}")
+            more = (
+                f"\n  ... and {count - MAX_FAULTS_SHOWN} more" if count > MAX_FAULTS_SHOWN else ""
+            )
+            raise DataError(
+                f"{self.name}: {count} faulty row{'s' * (count > 1)}. Fix or remove:\n  "
+                f"{shown}{more}"
+            )
 
 
 def file_source(path: Path) -> Source:
-    """Open a local csv, tsv, json, jsonl or parquet file; its fingerprint is the SHA-256 of its bytes."""
+    """Open a local csv, tsv, json, jsonl or parquet file; its fingerprint is the SHA-256 of its
+    bytes.
+    """
     with path.open("rb") as file:
         fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
     suffix = path.suffix.lower().removeprefix(".")
@@ -114,7 +128,7 @@ def read_records(path: str, file_format: str) -> Iterator[Record]:
     if file_format == "parquet":
         yield from _read_parquet(path)
         return
-    with sys.stdin.buffer if path == "-" else open(path, "rb") as file:  # noqa: SIM115
+    with sys.stdin.buffer if path == "-" else open(path, "rb") as file:
         name = "standard input" if path == "-" else path
         if file_format in ("csv", "tsv"):
             yield from _read_delimited(file, name, "," if file_format == "csv" else "\t")
@@ -129,16 +143,16 @@ def read_records(path: str, file_format: str) -> Iterator[Record]:
 
 def _text_lines(file: IO[bytes], name: str) -> Iterator[tuple[int, str]]:
     """Yield (number from 1, line) decoded from UTF-8, a leading byte-order mark left off."""
-    for number, raw in enumerate(file, start=1):
-        if number == 1:
-            if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                raise DataError(f"{name}: is UTF-16. Fix: save it as UTF-8")
-            raw = raw.removeprefix(codecs.BOM_UTF8)
+    for number, line_bytes in enumerate(file, start=1):
+        if number == 1 and line_bytes.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise DataError(f"{name}: is UTF-16. Fix: save it as UTF-8")
+        raw = line_bytes.removeprefix(codecs.BOM_UTF8) if number == 1 else line_bytes
         try:
             line = raw.decode("utf-8")
         except UnicodeDecodeError as error:
             raise DataError(
-                f"{name}: line {number}: byte {error.start + 1} (0x{raw[error.start]:02x}) is not UTF-8. "
+                f"{name}: line {number}: byte {error.start + 1} (0x{raw[error.start]:02x}) is not "
+                "UTF-8. "
                 "Fix: save the file as UTF-8"
             ) from error
         if "\0" in line:
@@ -148,7 +162,9 @@ def _text_lines(file: IO[bytes], name: str) -> Iterator[tuple[int, str]]:
 
 def _read_delimited(file: IO[bytes], name: str, delimiter: str) -> Iterator[Record]:
     csv.field_size_limit(2**31 - 1)  # its default of 128 KiB refuses long texts
-    reader = csv.reader((line for _, line in _text_lines(file, name)), delimiter=delimiter, strict=True)
+    reader = csv.reader(
+        (line for _, line in _text_lines(file, name)), delimiter=delimiter, strict=True
+    )
     faults = _Faults(name)
     header: list[str] | None = None
     start = 1
@@ -161,13 +177,17 @@ def _read_delimited(file: IO[bytes], name: str, delimiter: str) -> Iterator[Reco
                 header = fields
                 twice = sorted({column for column in header if header.count(column) > 1})
                 if twice:
-                    raise DataError(f"{name}: {place}: column {twice[0]!r} occurs twice in the header")
+                    raise DataError(
+                        f"{name}: {place}: column {twice[0]!r} occurs twice in the header"
+                    )
             elif len(fields) != len(header):
                 faults.add(place, f"{len(fields)} fields, where the header has {len(header)}")
             else:
                 yield place, dict(zip(header, fields, strict=True))
     except csv.Error as error:
-        raise DataError(f"{name}: the row that starts in line {start}: {error}. Fix: close or double its quotes") from error
+        raise DataError(
+            f"{name}: the row that starts in line {start}: {error}. Fix: close or double its quotes"
+        ) from error
     faults.raise_any()
     if header is None:
         raise DataError(f"{name}: is empty")
@@ -197,11 +217,15 @@ def _read_json(file: IO[bytes], name: str) -> Iterator[Record]:
     try:
         items = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise DataError(f"{name}: is not JSON ({error}). Fix: one object a line is format jsonl") from error
+        raise DataError(
+            f"{name}: is not JSON ({error}). Fix: one object a line is format jsonl"
+        ) from error
     if isinstance(items, dict) and isinstance(items.get("data"), list):
         items = items["data"]
     if not isinstance(items, list):
-        raise DataError(f"{name}: holds {_show(items)}. Allowed: a list of objects, or {{'data': [...]}}")
+        raise DataError(
+            f"{name}: holds {_show(items)}. Allowed: a list of objects, or {{'data': [...]}}"
+        )
     for number, item in enumerate(items, start=1):
         if not isinstance(item, dict):
             raise DataError(f"{name}: item {number}: is {_show(item)}, not an object")
@@ -223,7 +247,8 @@ def _read_parquet(path: str) -> Iterator[Record]:
 
 
 def hub_sources(name: str, label_column: str) -> dict[str, Source]:
-    """Open a Hub data set (or a folder `datasets` can read): its train, validation and test splits, if it has them.
+    """Open a Hub data set (or a folder `datasets` can read): its train, validation and test splits,
+    if it has them.
 
     Raises:
         ConfigError: where it cannot be had.
@@ -236,9 +261,13 @@ def hub_sources(name: str, label_column: str) -> dict[str, Source]:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         if not reachable:
             raise ConfigError(unreachable_message("dataset_name", name)) from error
-        raise ConfigError(f"dataset_name={name}: cannot be loaded: {str(error).splitlines()[0]}") from error
+        raise ConfigError(
+            f"dataset_name={name}: cannot be loaded: {str(error).splitlines()[0]}"
+        ) from error
     if "train" not in loaded:
-        raise ConfigError(f"dataset_name={name}: has no split `train`, only {', '.join(map(str, loaded))}")
+        raise ConfigError(
+            f"dataset_name={name}: has no split `train`, only {', '.join(map(str, loaded))}"
+        )
     return {
         split: _hub_source(f"{name}, split {split}", loaded[split], label_column)
         for split in ("train", "validation", "test")
@@ -261,7 +290,8 @@ def _hub_source(name: str, rows: Any, label_column: str) -> Source:
 
 def _check_columns(name: str, record: dict[str, Any], wanted: dict[str, str]) -> None:
     faults = [
-        f"{key}={column}: no such column in {name}.{nearest(column, record)} Allowed: {', '.join(map(str, record))}"
+        f"{key}={column}: no such column in {name}.{nearest(column, record)} Allowed: "
+        f"{', '.join(map(str, record))}"
         for key, column in wanted.items()
         if column not in record
     ]
@@ -271,5 +301,7 @@ def _check_columns(name: str, record: dict[str, Any], wanted: dict[str, str]) ->
 
 def _show(value: Any) -> str:
     """A value as messages show it, cut short."""
-    text = "missing" if value is None else "empty" if value == "" else json.dumps(value, default=str)
+    text = (
+        "missing" if value is None else "empty" if value == "" else json.dumps(value, default=str)
+    )
     return text if len(text) <= 40 else text[:37] + "..."

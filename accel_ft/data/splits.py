@@ -1,7 +1,7 @@
 """The job's rows: training, validation and test split, all with the same labels.
 
-A split is a range of a store's rows under a fixed random permutation: a validation split that is cut off and a
-`max_train_samples` draw cost no memory, and are the same rows in every run.
+A split is a range of a store's rows under a fixed random permutation: a validation split that is
+cut off and a `max_train_samples` draw cost no memory, and are the same rows in every run.
 """
 
 import logging
@@ -35,7 +35,9 @@ class Split:
         start, stop: places in the permuted order of rows.
     """
 
-    def __init__(self, store: TokenStore, label_ids: NDArray[np.int64], start: int, stop: int) -> None:
+    def __init__(
+        self, store: TokenStore, label_ids: NDArray[np.int64], start: int, stop: int
+    ) -> None:
         self.store, self.label_ids, self.start, self.stop = store, label_ids, start, stop
 
     def __len__(self) -> int:
@@ -77,7 +79,11 @@ class Splits:
 
 def open_sources(config: DataConfig) -> dict[str, Source]:
     """Find the rows of each split that is given: keys among train, validation, test."""
-    named = {"train": config.train_file, "validation": config.validation_file, "test": config.test_file}
+    named = {
+        "train": config.train_file,
+        "validation": config.validation_file,
+        "test": config.test_file,
+    }
     files = {split: file_source(path) for split, path in named.items() if path is not None}
     if config.train_file is None and (config.dataset_name is not None or not files):
         return hub_sources(config.dataset_name or DEFAULT_DATASET, config.label_column) | files
@@ -94,7 +100,10 @@ def load_splits(config: DataConfig, tokenizer: Any, max_train_samples: int | Non
     stores = {split: _store(source, config, tokenizer) for split, source in sources.items()}
     names = label_names(stores["train"])
     if len(names) < 2:
-        raise DataError(f"{stores['train'].name}: every row has the label {names[0]!r}. Needed: two labels or more")
+        raise DataError(
+            f"{stores['train'].name}: every row has the label {names[0]!r}. Needed: two labels or "
+            "more"
+        )
     encoded = {split: (store, encode_labels(store, names)) for split, store in stores.items()}
     train, validation = _cut(encoded, config.max_eval_samples)
     train.stop = min(train.stop, train.start + (max_train_samples or len(train)))
@@ -102,7 +111,9 @@ def load_splits(config: DataConfig, tokenizer: Any, max_train_samples: int | Non
     return Splits(names, train, validation, test)
 
 
-def load_eval_split(config: DataConfig, tokenizer: Any, names: list[str], wanted: str | None) -> tuple[str, Split]:
+def load_eval_split(
+    config: DataConfig, tokenizer: Any, names: list[str], wanted: str | None
+) -> tuple[str, Split]:
     """Read the rows to evaluate a finished model on.
 
     Args:
@@ -117,20 +128,31 @@ def load_eval_split(config: DataConfig, tokenizer: Any, names: list[str], wanted
         wanted = "test" if "test" in sources else "validation"
     if wanted == "test":
         if "test" not in sources:
-            raise ConfigError("split=test: the job names no test rows. Fix: --test_file FILE, or --split validation")
+            raise ConfigError(
+                "split=test: the job names no test rows. Fix: --test_file FILE, or --split "
+                "validation"
+            )
         store = _store(sources["test"], config, tokenizer)
         return wanted, Split(store, encode_labels(store, names), 0, len(store))
-    stores = {split: _store(sources[split], config, tokenizer) for split in ("validation", "train") if split in sources}
-    encoded = {split: (store, encode_labels(store, names)) for split, store in stores.items()}
-    return wanted, _cut(encoded, config.max_eval_samples)[1]
+    given = "validation" if "validation" in sources else "train"
+    if given not in sources:
+        raise ConfigError("split=validation: the job names none. Fix: --validation_file FILE")
+    store = _store(sources[given], config, tokenizer)
+    return wanted, _cut({given: (store, encode_labels(store, names))}, config.max_eval_samples)[1]
 
 
 def _store(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
-    return tokenize(source, config.text_column, config.label_column, tokenizer, config.max_seq_length)
+    return tokenize(
+        source, config.text_column, config.label_column, tokenizer, config.max_seq_length
+    )
 
 
-def _cut(encoded: dict[str, tuple[TokenStore, NDArray[np.int64]]], max_eval_samples: int | None) -> tuple[Split, Split]:
-    """Training and validation split; the latter cut off the former where there is no source of its own."""
+def _cut(
+    encoded: dict[str, tuple[TokenStore, NDArray[np.int64]]], max_eval_samples: int | None
+) -> tuple[Split, Split]:
+    """Training and validation split; the latter cut off the former where there is no source of its
+    own.
+    """
     if "train" not in encoded:
         store, label_ids = encoded["validation"]
         train = Split(store, label_ids, 0, 0)
@@ -151,7 +173,9 @@ def _cut(encoded: dict[str, tuple[TokenStore, NDArray[np.int64]]], max_eval_samp
 
 
 def label_names(store: TokenStore) -> list[str]:
-    """All labels of the training rows in the order of their ids: integers by value, text by alphabet."""
+    """All labels of the training rows in the order of their ids: integers by value, text by
+    alphabet.
+    """
     numeric = all(label.isascii() and label.isdigit() for label in store.labels)
     by_value: Callable[[str], tuple[int, str]] = lambda label: (int(label), label)  # noqa: E731
     return sorted(store.labels, key=by_value) if numeric else sorted(store.labels)
@@ -178,4 +202,3 @@ def encode_labels(store: TokenStore, names: list[str]) -> NDArray[np.int64]:
         shown = "\n  ".join(faults[:10])
         raise DataError(f"{store.name}: unknown labels. Allowed: {allowed}\n  {shown}")
     return np.array([id_of[label] for label in store.labels], np.int64)
-

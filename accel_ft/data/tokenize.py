@@ -54,7 +54,8 @@ class TokenStore:
         self._labels = _map(folder / "labels.bin", np.int32, meta["num_rows"])
 
     def __reduce__(self) -> tuple[type["TokenStore"], tuple[Path, str]]:
-        return TokenStore, (self.folder, self.name)  # a worker maps the files anew instead of getting copies
+        # A worker process maps the files anew instead of getting copies of them.
+        return TokenStore, (self.folder, self.name)
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -73,10 +74,13 @@ class TokenStore:
         return self._labels[rows]
 
 
-def tokenize(source: Source, text_column: str, label_column: str, tokenizer: Any, max_seq_length: int) -> TokenStore:
+def tokenize(
+    source: Source, text_column: str, label_column: str, tokenizer: Any, max_seq_length: int
+) -> TokenStore:
     """Open the source's token store, making it first where there is none yet.
 
-    Safe to call from several processes: a store is made in a folder of its own and renamed when it is complete.
+    Safe to call from several processes: a store is made in a folder of its own and renamed when it
+        is complete.
 
     Args:
         source: rows.
@@ -88,9 +92,14 @@ def tokenize(source: Source, text_column: str, label_column: str, tokenizer: Any
         DataError: for faulty rows, naming file and line.
     """
     identity = [
-        STORE_VERSION, source.fingerprint, source.label_names, text_column, label_column, max_seq_length,
+        STORE_VERSION,
+        source.fingerprint,
+        source.label_names,
+        text_column,
+        label_column,
+        max_seq_length,
         tokenizer_fingerprint(tokenizer),
-    ]  # fmt: skip
+    ]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
     folder = cache_folder() / key
     try:
@@ -114,7 +123,12 @@ def tokenize(source: Source, text_column: str, label_column: str, tokenizer: Any
         shutil.rmtree(staging, ignore_errors=True)
     store = TokenStore(folder, source.name)
     if store.num_empty_texts:
-        logger.warning("%s: %d of %d texts are empty; they are kept", source.name, store.num_empty_texts, len(store))
+        logger.warning(
+            "%s: %d of %d texts are empty; they are kept",
+            source.name,
+            store.num_empty_texts,
+            len(store),
+        )
     return store
 
 
@@ -134,7 +148,9 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
         state.pop("truncation"), state.pop("padding")  # those change with each call
     else:
         state = [sorted(tokenizer.get_vocab().items()), str(tokenizer.init_kwargs)]
-    return hashlib.sha256(json.dumps([type(tokenizer).__name__, state], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps([type(tokenizer).__name__, state], sort_keys=True).encode()
+    ).hexdigest()
 
 
 def _write_store(folder: Path, rows: Iterator[Row], tokenizer: Any, max_seq_length: int) -> None:
@@ -149,33 +165,53 @@ def _write_store(folder: Path, rows: Iterator[Row], tokenizer: Any, max_seq_leng
         offsets.write(array.array("q", [0]).tobytes())
         while chunk := list(islice(rows, ROWS_AT_ONCE)):
             texts = [text for _, text, _ in chunk]
-            for (place, text, label), ids in zip(chunk, token_ids(tokenizer, texts, max_seq_length), strict=True):
+            for (place, text, label), ids in zip(
+                chunk, token_ids(tokenizer, texts, max_seq_length), strict=True
+            ):
                 if not ids:
-                    raise DataError(f"{place}: its text {text[:40]!r} has no tokens at all. Fix or remove it")
+                    raise DataError(
+                        f"{place}: its text {text[:40]!r} has no tokens at all. Fix or remove it"
+                    )
                 if label not in codes:
                     codes[label] = len(codes)
                     places.append(place)
-                num_rows, num_tokens, num_empty = num_rows + 1, num_tokens + len(ids), num_empty + (not text.strip())
+                num_rows, num_tokens, num_empty = (
+                    num_rows + 1,
+                    num_tokens + len(ids),
+                    num_empty + (not text.strip()),
+                )
                 tokens.write(np.asarray(ids, np.int32).tobytes())
                 offsets.write(num_tokens.to_bytes(8, "little"))
                 labels.write(codes[label].to_bytes(4, "little"))
     meta = {
-        "labels": list(codes), "label_places": places, "num_rows": num_rows, "num_tokens": num_tokens,
+        "labels": list(codes),
+        "label_places": places,
+        "num_rows": num_rows,
+        "num_tokens": num_tokens,
         "num_empty_texts": num_empty,
-    }  # fmt: skip
+    }
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
 
 def token_ids(tokenizer: Any, texts: list[str], max_seq_length: int) -> list[list[int]]:
     """Tokenise texts, cut at `max_seq_length` tokens, special tokens included."""
     ids: list[list[int]] = tokenizer(
-        texts, truncation=True, max_length=max_seq_length, return_attention_mask=False, return_token_type_ids=False
+        texts,
+        truncation=True,
+        max_length=max_seq_length,
+        return_attention_mask=False,
+        return_token_type_ids=False,
     )["input_ids"]
     return ids
 
 
 def _map(path: Path, dtype: type, length: int) -> NDArray[Any]:
-    """Map a flat array; its size is checked, so that a cut-off file is not taken for a whole one."""
+    """Map a flat array; its size is checked, so that a cut-off file is not taken for a whole
+    one.
+    """
     if path.stat().st_size != length * np.dtype(dtype).itemsize:
-        raise ValueError(f"{path.name} has {path.stat().st_size} bytes, not {length} x {np.dtype(dtype).itemsize}")
+        raise ValueError(
+            f"{path.name} has {path.stat().st_size} bytes, not {length} x "
+            f"{np.dtype(dtype).itemsize}"
+        )
     return np.memmap(path, dtype, mode="r", shape=(length,))

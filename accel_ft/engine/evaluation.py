@@ -1,4 +1,6 @@
-"""Evaluation is a ledger: each prediction carries its sample's place, each place counts once, none may be missing."""
+"""Evaluation is a ledger: each prediction carries its sample's place, each place counts once, none
+may be missing.
+"""
 
 from typing import Any
 
@@ -16,7 +18,9 @@ from accel_ft.metrics import classification_metrics
 
 
 def make_eval_loader(accelerator: Accelerator, split: Split, batch_size: int, pad: Padding) -> Any:
-    """Return a prepared loader of one pass over `split`: the same batches whatever the number of ranks."""
+    """Return a prepared loader of one pass over `split`: the same batches whatever the number of
+    ranks.
+    """
     places = np.arange(len(split), dtype=np.int64)
     batches = eval_batches(split.lengths(places), batch_size, accelerator.num_processes)
     pin = accelerator.device.type == "cuda"
@@ -24,8 +28,11 @@ def make_eval_loader(accelerator: Accelerator, split: Split, batch_size: int, pa
 
 
 @torch.no_grad()
-def predict_split(accelerator: Accelerator, model: nn.Module, loader: Any, num_samples: int) -> NDArray[np.float32]:
-    """Return the logits of all samples by place, float32 [n, C], the same on every rank. Collective.
+def predict_split(
+    accelerator: Accelerator, model: nn.Module, loader: Any, num_samples: int
+) -> NDArray[np.float32]:
+    """Return the logits of all samples by place, float32 [n, C], the same on every rank.
+    Collective.
 
     Raises:
         RuntimeError: a sample is missing or came twice.
@@ -54,6 +61,10 @@ def predict_split(accelerator: Accelerator, model: nn.Module, loader: Any, num_s
 def evaluate(
     accelerator: Accelerator, model: nn.Module, loader: Any, split: Split, label_names: list[str]
 ) -> dict[str, Any]:
-    """Return the metrics of a split (see `classification_metrics`), the same on every rank. Collective."""
+    """Return the metrics of a split (see `classification_metrics`), the same on every rank.
+    Collective.
+    """
     logits = predict_split(accelerator, model, loader, len(split))
-    return classification_metrics(logits, split.labels(np.arange(len(split), dtype=np.int64)), label_names)
+    return classification_metrics(
+        logits, split.labels(np.arange(len(split), dtype=np.int64)), label_names
+    )

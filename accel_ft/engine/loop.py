@@ -13,13 +13,17 @@ def train(run: Run) -> None:
     micro_batches = iter(run.train_loader())
     model.train()
     while run.step < run.num_steps:
-        # The weight of the whole global batch is known from the plan, without asking the other ranks. The factor
-        # cancels what is divided by later: accumulation steps in `backward`, ranks in the gradient all-reduce.
+        # The weight of the whole global batch is known from the plan, without asking the other
+        # ranks. The factor
+        # cancels what is divided by later: accumulation steps in `backward`, ranks in the gradient
+        # all-reduce.
         scale = run.num_micro_batches / len(run.plan.global_batch(run.step))
         for batch in islice(micro_batches, run.accumulation_steps):
             with accelerator.accumulate(model):
                 logits = forward(model, batch)
-                loss = weighted_loss(logits, batch["labels"], batch["weights"], run.config.label_smoothing_factor)
+                loss = weighted_loss(
+                    logits, batch["labels"], batch["weights"], run.config.label_smoothing_factor
+                )
                 accelerator.backward(loss * scale)
                 if accelerator.sync_gradients:
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)

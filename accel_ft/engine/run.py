@@ -49,7 +49,9 @@ class Run:
     best: dict[str, Any] | None = None
     """Step and value of the best evaluation."""
     loss_sum: torch.Tensor = field(init=False)
-    """This rank's sum of weighted losses since the last train event; on the device, read at the event only."""
+    """This rank's sum of weighted losses since the last train event; on the device, read at the
+    event only.
+    """
     loss_weight: int = 0
     """Weight of all ranks' losses since then."""
     timed_samples: int = 0
@@ -59,7 +61,9 @@ class Run:
 
     def __post_init__(self) -> None:
         device = self.accelerator.device
-        self.loss_sum = torch.zeros((), device=device, dtype=torch.float32 if device.type == "mps" else torch.float64)
+        self.loss_sum = torch.zeros(
+            (), device=device, dtype=torch.float32 if device.type == "mps" else torch.float64
+        )
 
     @property
     def output_dir(self) -> Path:
@@ -99,7 +103,9 @@ class Run:
     def after_update(self, learning_rate: float, grad_norm: torch.Tensor) -> None:
         """Count an update, and log, evaluate and save where they are due. Collective."""
         if self.bar is None:
-            self.bar = progress_bar(self.step, self.num_steps, shown=self.accelerator.is_main_process)
+            self.bar = progress_bar(
+                self.step, self.num_steps, shown=self.accelerator.is_main_process
+            )
         ids = self.plan.global_batch(self.step)
         self.loss_weight += len(ids)
         self.timed_samples += len(ids)
@@ -116,13 +122,16 @@ class Run:
             self.save()
 
     def log(self, learning_rate: float, grad_norm: torch.Tensor) -> None:
-        """Write a train event: the only place where training waits for the device and the other ranks."""
+        """Write a train event: the only place where training waits for the device and the other
+        ranks.
+        """
         loss = float(self.accelerator.reduce(self.loss_sum, "sum")) / self.loss_weight
         norm = float(grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm)
         if not math.isfinite(loss):
             raise UserError(
                 f"the loss is {loss} at update {self.step}: training has diverged. "
-                "Fix: a lower learning_rate, more warmup_steps, or mixed_precision bf16 or no in place of fp16"
+                "Fix: a lower learning_rate, more warmup_steps, or mixed_precision bf16 or no in "
+                "place of fp16"
             )
         seconds = time.monotonic() - self.timed_since
         self.events.write(
@@ -131,7 +140,9 @@ class Run:
             epoch=self.step / self.plan.steps_per_epoch,
             loss=loss,
             learning_rate=learning_rate,
-            grad_norm=norm if math.isfinite(norm) else None,  # fp16 skips an update whose gradients overflow
+            grad_norm=norm
+            if math.isfinite(norm)
+            else None,  # fp16 skips an update whose gradients overflow
             samples_per_second=round(self.timed_samples / seconds, 2),
             tokens_per_second=round(self.timed_tokens / seconds, 1),
         )
@@ -153,14 +164,18 @@ class Run:
         return True
 
     def _measure(self, name: str, loader: Any, split: Split) -> dict[str, Any]:
-        """Evaluate a split, write it as event `name`, and keep the time out of the training speed."""
+        """Evaluate a split, write it as event `name`, and keep the time out of the training
+        speed.
+        """
         started = time.monotonic()
         scores = evaluate(self.accelerator, self.model, loader, split, self.splits.label_names)
         seconds = time.monotonic() - started
         self.timed_since += seconds
         values = {f"{name}_{key}": value for key, value in scores.items()}
         epoch = self.step / self.plan.steps_per_epoch
-        self.events.write(name, step=self.step, epoch=epoch, **values, **{f"{name}_seconds": round(seconds, 3)})
+        self.events.write(
+            name, step=self.step, epoch=epoch, **values, **{f"{name}_seconds": round(seconds, 3)}
+        )
         logger.info(
             "%s after update %d: accuracy %.4f, macro F1 %.4f, loss %.4f (%d rows)",
             name, self.step, scores["accuracy"], scores["f1_macro"], scores["loss"], len(split),
@@ -193,7 +208,11 @@ class Run:
         """Leave the final (or best) model, and measure it on the test rows. Collective."""
         if self.bar is not None:
             self.bar.close()
-        if self.config.load_best_model_at_end and self.best is not None and self.best["step"] != self.step:
+        if (
+            self.config.load_best_model_at_end
+            and self.best is not None
+            and self.best["step"] != self.step
+        ):
             folder = transaction.checkpoint_folder(self.checkpoints, self.best["step"])
             logger.info("taking the best model, of update %d", self.best["step"])
             transaction.verify(folder)

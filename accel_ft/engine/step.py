@@ -12,7 +12,9 @@ from accel_ft.data.loader import Batch
 
 def forward(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return the logits, float32 [B, C]."""
-    logits: torch.Tensor = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    logits: torch.Tensor = model(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
+    ).logits
     return logits.float()
 
 
@@ -21,8 +23,9 @@ def weighted_loss(
 ) -> torch.Tensor:
     """Return the sum of weight x cross-entropy over the micro-batch, a scalar with its graph.
 
-    The loss of an update is the sum of these over all its micro-batches, divided by the sum of all its weights:
-    a mean over the global batch, whatever the split. A mean of each micro-batch's mean is not that.
+    The loss of an update is the sum of these over all its micro-batches, divided by the sum of all
+    its weights: a mean over the global batch, whatever the split. A mean of each micro-batch's mean
+    is not that.
 
     Args:
         logits: float32 [B, C].

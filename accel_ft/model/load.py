@@ -1,4 +1,6 @@
-"""A sequence classifier and its tokenizer from the Hub, a folder, or an installed Python package."""
+"""A sequence classifier and its tokenizer from the Hub, a folder, or an installed Python
+package.
+"""
 
 import base64
 import hashlib
@@ -20,13 +22,15 @@ PACKAGE = "package://"
 
 
 def resolve(name: str) -> str:
-    """Return the folder (or Hub id) a model's name stands for, the hash of a package's weights checked.
+    """Return the folder (or Hub id) a model's name stands for, the hash of a package's weights
+    checked.
 
     Args:
         name: Hub id, folder, or package://PYTHON_PACKAGE/PATH[#sha256=HEX of model.safetensors].
 
     Raises:
-        ConfigError: for a package that is not installed, a missing folder, or weights with another hash.
+        ConfigError: for a package that is not installed, a missing folder, or weights with another
+            hash.
     """
     if not name.startswith(PACKAGE):
         if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
@@ -43,17 +47,23 @@ def resolve(name: str) -> str:
     root = Path(spec.submodule_search_locations[0]).resolve()
     folder = (root / path).resolve()
     if not folder.is_relative_to(root) or not (folder / "config.json").is_file():
-        raise ConfigError(f"model_name_or_path={name}: the package {package!r} holds no model at {path!r}")
+        raise ConfigError(
+            f"model_name_or_path={name}: the package {package!r} holds no model at {path!r}"
+        )
     _check_weights(name, folder / "model.safetensors", fragment, package)
     return str(folder)
 
 
 def _check_weights(name: str, weights: Path, fragment: str, package: str) -> None:
-    """Compare the weights' SHA-256 with the one in the name, or else with the one the package was installed with."""
+    """Compare the weights' SHA-256 with the one in the name, or else with the one the package was
+    installed with.
+    """
     if fragment:
         match = re.fullmatch(r"sha256=([0-9a-fA-F]{64})", fragment)
         if match is None:
-            raise ConfigError(f"model_name_or_path={name}: #{fragment} is no hash. Allowed: #sha256=64 hex digits")
+            raise ConfigError(
+                f"model_name_or_path={name}: #{fragment} is no hash. Allowed: #sha256=64 hex digits"
+            )
         expected: str | None = match[1].lower()
     else:
         expected = _recorded_sha256(weights, package)
@@ -75,7 +85,11 @@ def _recorded_sha256(weights: Path, package: str) -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return None  # the distribution has another name than the package
     for file in files:
-        if file.name == weights.name and file.hash and Path(str(file.locate())).resolve() == weights:
+        if (
+            file.name == weights.name
+            and file.hash
+            and Path(str(file.locate())).resolve() == weights
+        ):
             return base64.urlsafe_b64decode(file.hash.value + "==").hex()
     return None
 
@@ -105,7 +119,10 @@ def load_model_config(name: str, folder: str, max_seq_length: int, **settings: A
     config: Any = _from_pretrained(name, folder, AutoConfig.from_pretrained, **settings)
     positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and 0 < positions < max_seq_length:
-        raise ConfigError(f"max_seq_length={max_seq_length}: {name} has {positions} positions. Allowed: 2-{positions}")
+        raise ConfigError(
+            f"max_seq_length={max_seq_length}: {name} has {positions} positions. Allowed: "
+            f"2-{positions}"
+        )
     return config
 
 
@@ -115,17 +132,25 @@ def label_names(name: str, config: Any) -> list[str]:
     Raises:
         ConfigError: where the model is no classifier.
     """
-    if not any("SequenceClassification" in architecture for architecture in config.architectures or ()):
-        raise ConfigError(f"checkpoint={name}: is no sequence classifier but {config.architectures}")
+    if not any(
+        "SequenceClassification" in architecture for architecture in config.architectures or ()
+    ):
+        raise ConfigError(
+            f"checkpoint={name}: is no sequence classifier but {config.architectures}"
+        )
     return [str(config.id2label[label_id]) for label_id in range(config.num_labels)]
 
 
-def load_classifier(name: str, folder: str, config: Any, device: torch.device, training: bool = True) -> Any:
-    """Load a classifier's weights in float32; a head that is not among them is drawn from torch's generator.
+def load_classifier(
+    name: str, folder: str, config: Any, device: torch.device, training: bool = True
+) -> Any:
+    """Load a classifier's weights in float32; a head that is not among them is drawn from torch's
+    generator.
 
     Args:
         config: from `load_model_config`, with the number and names of the labels.
-        device: decides the attention path. Eager is the faster one on a CPU that trains: scaled_dot_product_attention
+        device: decides the attention path. Eager is the faster one on a CPU that trains:
+            scaled_dot_product_attention
             with dropout takes a slow path there.
     """
     from transformers import AutoModelForSequenceClassification
@@ -133,7 +158,9 @@ def load_classifier(name: str, folder: str, config: Any, device: torch.device, t
     attention = {"attn_implementation": "eager"} if device.type == "cpu" and training else {}
     load = AutoModelForSequenceClassification.from_pretrained
     model = _from_pretrained(name, folder, load, config=config, dtype=torch.float32, **attention)
-    model.config.architectures = [type(model).__name__]  # a base model's config names the base model
+    model.config.architectures = [
+        type(model).__name__
+    ]  # a base model's config names the base model
     return model
 
 
@@ -144,4 +171,6 @@ def _from_pretrained(name: str, folder: str, load: Callable[..., T], **kwargs: A
     except (OSError, ValueError) as error:
         if not reachable:
             raise ConfigError(unreachable_message("model_name_or_path", name)) from error
-        raise ConfigError(f"model_name_or_path={name}: cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+        raise ConfigError(
+            f"model_name_or_path={name}: cannot be loaded: {str(error).strip().splitlines()[0]}"
+        ) from error

@@ -14,10 +14,14 @@ def scaled_learning_rate(config: TrainConfig, global_batch_size: int) -> float:
     Source: linear, Goyal et al., arXiv:1706.02677; square root, Krizhevsky, arXiv:1404.5997.
     """
     ratio = global_batch_size / config.lr_reference_batch_size
-    return float(config.learning_rate * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[config.lr_scaling])
+    return float(
+        config.learning_rate * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[config.lr_scaling]
+    )
 
 
-def make_optimizer(model: nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
+def make_optimizer(
+    model: nn.Module, learning_rate: float, weight_decay: float
+) -> torch.optim.AdamW:
     """Return a fused AdamW; vectors (biases, norms) are not decayed."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -28,7 +32,8 @@ def make_optimizer(model: nn.Module, learning_rate: float, weight_decay: float) 
 
 
 def make_scheduler(config: TrainConfig, optimizer: torch.optim.Optimizer, num_steps: int) -> Any:
-    """Return the schedule, to be stepped once an update (accelerate would step a prepared one once a rank).
+    """Return the schedule, to be stepped once an update (accelerate would step a prepared one once
+    a rank).
 
     Args:
         num_steps: updates of the whole run; `warmup_steps` below 1 is a share of them.

@@ -8,13 +8,16 @@ logger = logging.getLogger(__name__)
 
 PROBE_SECONDS = 8
 QUICKSTART = (
-    "accelerate launch --config_file accelerate_configs/cpu.yaml -m accel_ft.train --config examples/quickstart.yaml"
+    "accelerate launch --config_file accelerate_configs/cpu.yaml "
+    "-m accel_ft.train --config examples/quickstart.yaml"
 )
 
 
 @cache
 def hub_reachable() -> bool:
-    """Return whether the Hub answers; if it does not, switch its libraries to their cache for this process."""
+    """Return whether the Hub answers; if it does not, switch its libraries to their cache for this
+    process.
+    """
     import huggingface_hub
     from huggingface_hub import constants
 
@@ -32,7 +35,9 @@ def hub_reachable() -> bool:
             finished.set()
 
     finished = threading.Event()
-    threading.Thread(target=probe, daemon=True).start()  # a name server that hangs heeds no time limit of ours
+    threading.Thread(
+        target=probe, daemon=True
+    ).start()  # a name server that hangs heeds no time limit of ours
     finished.wait(PROBE_SECONDS)
     if not answered.is_set():
         import datasets
@@ -45,5 +50,6 @@ def unreachable_message(key: str, name: str) -> str:
     """Return what to tell when `name` can be had neither from the Hub nor from its cache."""
     return (
         f"{key}={name}: the Hub cannot be reached and its cache here does not hold it. "
-        f"Fix: give a local folder or file, or a package:// model. To try accel_ft without the Hub:\n  {QUICKSTART}"
+        "Fix: give a local folder or file, or a package:// model. To try accel_ft without the "
+        f"Hub:\n  {QUICKSTART}"
     )

@@ -1,7 +1,9 @@
-"""A truthful `Accelerator`: what accelerate's YAML and command line ask for is what runs, or the run stops here.
+"""A truthful `Accelerator`: what accelerate's YAML and command line ask for is what runs, or the
+run stops here.
 
-`accelerate launch` hands its workers only part of what it was told; the rest (use_cpu of a multi-process YAML, the
-number of processes of a launch that ended up as one) is read from the launcher's own command line.
+`accelerate launch` hands its workers only part of what it was told; the rest (use_cpu of a
+multi-process YAML, the number of processes of a launch that ended up as one) is read from the
+launcher's own command line.
 """
 
 import os
@@ -37,26 +39,46 @@ class Request:
 
 
 def read_request() -> Request:
-    """Find out what was asked for, from the launcher's command line if there is one, else from the environment."""
+    """Find out what was asked for, from the launcher's command line if there is one, else from the
+    environment.
+    """
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     world_size = os.environ.get("WORLD_SIZE")
     words = _launcher_words()
     if words is None:
         asked_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or None
         kind = "FSDP" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else "NO"
-        return Request("the environment", int(world_size) if world_size else None, asked_cpu, kind, precision)
+        return Request(
+            "the environment", int(world_size) if world_size else None, asked_cpu, kind, precision
+        )
     args = launch_command_parser().parse_args(words)
-    file = args.config_file or (default_config_file if os.path.isfile(default_config_file) else None)
+    file = args.config_file or (
+        default_config_file if os.path.isfile(default_config_file) else None
+    )
     if file is None:
         kind = "FSDP" if args.use_fsdp else "MULTI_GPU" if args.multi_gpu else "NO"
         return Request("accelerate launch", args.num_processes, args.cpu or None, kind, precision)
     yaml: Any = load_config_from_file(file)
-    kind = "FSDP" if args.use_fsdp else "MULTI_GPU" if args.multi_gpu else str(yaml.distributed_type.value)
-    return Request(file, args.num_processes or yaml.num_processes, bool(args.cpu or yaml.use_cpu), kind, precision)
+    kind = (
+        "FSDP"
+        if args.use_fsdp
+        else "MULTI_GPU"
+        if args.multi_gpu
+        else str(yaml.distributed_type.value)
+    )
+    return Request(
+        file,
+        args.num_processes or yaml.num_processes,
+        bool(args.cpu or yaml.use_cpu),
+        kind,
+        precision,
+    )
 
 
 def _launcher_words() -> list[str] | None:
-    """The words after `accelerate launch` (or `accelerate-launch`) of the nearest parent that is one."""
+    """The words after `accelerate launch` (or `accelerate-launch`) of the nearest parent that is
+    one.
+    """
     try:
         parents = psutil.Process().parents()
     except psutil.Error:
@@ -91,19 +113,24 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
     asked = request.num_processes
     if asked is not None and asked > 0 and accelerator.num_processes != asked:
         raise LaunchError(
-            f"{request.source} asks for {asked} processes, {accelerator.num_processes} run as one group. "
-            "Fix: distributed_type: MULTI_GPU (with use_cpu: true for ranks on the CPU), as in accelerate_configs/"
+            f"{request.source} asks for {asked} processes, {accelerator.num_processes} run as one "
+            "group. "
+            "Fix: distributed_type: MULTI_GPU (with use_cpu: true for ranks on the CPU), as in "
+            "accelerate_configs/"
         )
     return accelerator
 
 
 def _refuse_impossible(request: Request, has_device: bool) -> None:
-    """Stop where accelerate would silently do something else (see the class of each fault in its message)."""
+    """Stop where accelerate would silently do something else (see the class of each fault in its
+    message).
+    """
     asked = request.source
     on_cpu = bool(request.use_cpu) or not has_device
     if os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
         raise LaunchError(
-            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is set and would override the accumulation steps of the job. "
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is set and would override the accumulation "
+            "steps of the job. "
             "Fix: unset it; set global_batch_size or gradient_accumulation_steps in the job"
         )
     if request.use_cpu is False and not has_device:
@@ -118,7 +145,8 @@ def _refuse_impossible(request: Request, has_device: bool) -> None:
         )
     if request.distributed_type not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP"):
         raise LaunchError(
-            f"{asked} asks for distributed_type: {request.distributed_type}, which accel_ft does not train under. "
+            f"{asked} asks for distributed_type: {request.distributed_type}, which accel_ft does "
+            "not train under. "
             "Allowed: NO, MULTI_GPU, FSDP"
         )
     if request.mixed_precision == "fp16" and on_cpu:

@@ -21,7 +21,9 @@ class _TqdmHandler(logging.Handler):
 def setup_logging(rank: int) -> None:
     """Show accel_ft's messages: all of rank 0, warnings of the other ranks; quiet the libraries."""
     handler = _TqdmHandler()
-    handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
+    handler.setFormatter(
+        logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s")
+    )
     logger = logging.getLogger("accel_ft")
     logger.handlers = [handler]
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
@@ -35,7 +37,14 @@ def setup_logging(rank: int) -> None:
 def progress_bar(done: int, total: int, shown: bool) -> Any:
     """Return a bar of updates; in a log file it writes a line each half minute."""
     often = 0.2 if sys.stderr.isatty() else 30.0
-    return tqdm(total=total, initial=done, unit="update", disable=not shown, mininterval=often, dynamic_ncols=True)
+    return tqdm(
+        total=total,
+        initial=done,
+        unit="update",
+        disable=not shown,
+        mininterval=often,
+        dynamic_ncols=True,
+    )
 
 
 class EventLog:
@@ -51,11 +60,15 @@ class EventLog:
                 file.write(json.dumps({"event": event, **values}) + "\n")
 
     def rewind(self, step: int) -> None:
-        """Drop the events of later updates than `step` (and a half-written last line): they will come again."""
+        """Drop the events of later updates than `step` (and a half-written last line): they will
+        come again.
+        """
         if self.writes and self.path.exists():
             kept = [event for event in read_events(self.path) if event.get("step", 0) <= step]
             staging = self.path.with_suffix(".tmp")
-            staging.write_text("".join(json.dumps(event) + "\n" for event in kept), encoding="utf-8")
+            staging.write_text(
+                "".join(json.dumps(event) + "\n" for event in kept), encoding="utf-8"
+            )
             staging.replace(self.path)
 
     def sync(self) -> None:

@@ -12,7 +12,16 @@ from accelerate import Accelerator
 
 import accel_ft
 
-PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "evaluate", "safetensors", "numpy")
+PACKAGES = (
+    "torch",
+    "accelerate",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "evaluate",
+    "safetensors",
+    "numpy",
+)
 
 
 def write_receipt(path: Path, accelerator: Accelerator, about_run: dict[str, Any]) -> None:
@@ -23,7 +32,9 @@ def write_receipt(path: Path, accelerator: Accelerator, about_run: dict[str, Any
         about_run: fingerprints, hash of the sample order, position.
     """
     try:
-        starts = json.loads(path.read_text(encoding="utf-8"))["starts"] if about_run["step"] > 0 else []
+        starts = (
+            json.loads(path.read_text(encoding="utf-8"))["starts"] if about_run["step"] > 0 else []
+        )
     except (OSError, ValueError, KeyError):
         starts = []
     strategy = {
@@ -33,7 +44,10 @@ def write_receipt(path: Path, accelerator: Accelerator, about_run: dict[str, Any
         "mixed_precision": accelerator.mixed_precision,
         "compile": accelerator.state.dynamo_plugin.backend.value,
     }
-    starts.append({"time": datetime.now(UTC).isoformat(timespec="seconds"), "step": about_run["step"]} | strategy)
+    starts.append(
+        {"time": datetime.now(UTC).isoformat(timespec="seconds"), "step": about_run["step"]}
+        | strategy
+    )
     receipt = {
         "accel_ft": accel_ft.__version__,
         "git_commit": git_commit(),
@@ -47,11 +61,15 @@ def write_receipt(path: Path, accelerator: Accelerator, about_run: dict[str, Any
 
 
 def git_commit() -> str | None:
-    """Return the commit accel_ft was run from, with "-dirty" where files differ; None outside a checkout."""
+    """Return the commit accel_ft was run from, with "-dirty" where files differ; None outside a
+    checkout.
+    """
     where = Path(accel_ft.__file__).parent
     try:
         command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        done = subprocess.run(command, cwd=where, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(
+            command, cwd=where, capture_output=True, text=True, timeout=10, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

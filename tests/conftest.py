@@ -1,0 +1,129 @@
+"""A tiny random model, small labelled files, and subprocesses with a time limit. No network, no GPU."""
+
+import csv
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+# Before any library reads them: a cache of our own, and no thought of the Hub.
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="accel_ft-tests-")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+WORDS = {
+    "World": "treaty minister border election embassy parliament troops refugees".split(),
+    "Sports": "goal striker league coach medal innings playoff stadium".split(),
+    "Business": "shares profit bank merger tariff prices investors earnings".split(),
+    "Sci/Tech": "software orbit genome chip browser telescope protein laptop".split(),
+}
+FILLING = "the a of in to on with from after says new two more for and".split()
+
+
+def write_rows(path: Path, num_rows: int, seed: int = 0) -> Path:
+    """Write a CSV of `num_rows` texts of 3 to 30 words, each with a few words of its class."""
+    rng = random.Random(seed)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["text", "label"])
+        for number in range(num_rows):
+            label = list(WORDS)[number % 4]
+            words = rng.choices(FILLING, k=rng.randint(1, 26)) + rng.choices(
+                WORDS[label], k=rng.randint(2, 4)
+            )
+            rng.shuffle(words)
+            writer.writerow([" ".join(words), label])
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BERT of 2 layers and about 17,000 parameters with dropout, and a word-level tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tiny_model")
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        *FILLING,
+        *(word for group in WORDS.values() for word in group),
+    ]
+    backend = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+    )
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(words),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+    )
+    BertModel(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """47 rows: a size that 2, 3, 4 and 8 do not divide."""
+    return write_rows(tmp_path_factory.mktemp("rows") / "train.csv", 47)
+
+
+@pytest.fixture(scope="session")
+def odd_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """21 rows to evaluate on."""
+    return write_rows(tmp_path_factory.mktemp("rows") / "validation.csv", 21, seed=1)
+
+
+def run(
+    *words: object, seconds: float = 240, check: bool = True, **kwargs
+) -> subprocess.CompletedProcess[str]:
+    """Run a command from the repository's root, in a time limit; show what it printed when it fails."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | kwargs.pop(
+        "env", {}
+    )
+    command = [sys.executable if word == "python" else str(word) for word in words]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+        **kwargs,
+    )
+    if check and done.returncode != 0:
+        raise AssertionError(
+            f"{command} ended with {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+        )
+    return done
+
+
+def launch(config_file: str, *words: object, **kwargs) -> subprocess.CompletedProcess[str]:
+    """`accelerate launch --config_file accelerate_configs/...`."""
+    path = config_file if "/" in config_file else f"accelerate_configs/{config_file}"
+    return run(
+        "python", "-m", "accelerate.commands.launch", "--config_file", path, *words, **kwargs
+    )
