@@ -1,6 +1,8 @@
 """A tiny random model, small labelled files, and subprocesses with a time limit. No network, no GPU."""
 
 import csv
+import hashlib
+import json
 import os
 import random
 import subprocess
@@ -11,6 +13,7 @@ from pathlib import Path
 # Before any library reads them: a cache of our own, and no thought of the Hub.
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="accel_ft-tests-")
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"  # the model is tiny: more threads only wait for each other
 
 import pytest
 import torch
@@ -127,3 +130,50 @@ def launch(config_file: str, *words: object, **kwargs) -> subprocess.CompletedPr
     return run(
         "python", "-m", "accelerate.commands.launch", "--config_file", path, *words, **kwargs
     )
+
+
+def job_words(model: Path, train_file: Path, eval_file: Path, output_dir: Path) -> list[str]:
+    """A small job with dropout, shuffling and accumulation: 12 updates of 2 x 4 rows on one process."""
+    values = {
+        "model_name_or_path": model,
+        "train_file": train_file,
+        "validation_file": eval_file,
+        "test_file": eval_file,
+        "output_dir": output_dir,
+        "num_train_epochs": 2,
+        "global_batch_size": 8,
+        "per_device_train_batch_size": 4,
+        "max_seq_length": 32,
+        "learning_rate": 1e-3,
+        "warmup_steps": 2,
+        "logging_steps": 1,
+        "save_steps": 1,
+        "save_total_limit": "none",
+    }
+    return [word for key, value in values.items() for word in (f"--{key}", str(value))]
+
+
+def events_of(output_dir: Path) -> list[dict]:
+    """The events of a run."""
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def run_hash(output_dir: Path) -> dict[str, object]:
+    """What must be bit-identical: final weights, optimizer state, and every logged value but the speeds."""
+    timed = ("samples_per_second", "tokens_per_second", "eval_seconds", "test_seconds")
+    newest = max((output_dir / "checkpoints").glob("step_*"))
+    optimizer = torch.load(newest / "optimizer.bin", weights_only=True)
+    moments = [
+        value.numpy().tobytes() for state in optimizer["state"].values() for value in state.values()
+    ]
+    return {
+        "model": hashlib.sha256(
+            (output_dir / "model" / "model.safetensors").read_bytes()
+        ).hexdigest(),
+        "optimizer": hashlib.sha256(b"".join(moments)).hexdigest(),
+        "events": [
+            {key: value for key, value in event.items() if key not in timed}
+            for event in events_of(output_dir)
+            if event["event"] != "resume"
+        ],
+    }

@@ -64,7 +64,11 @@ class EventLog:
         come again.
         """
         if self.writes and self.path.exists():
-            kept = [event for event in read_events(self.path) if event.get("step", 0) <= step]
+            kept = [
+                event
+                for event in read_events(self.path)
+                if event["step"] <= step and event["event"] not in ("test", "end")
+            ]
             staging = self.path.with_suffix(".tmp")
             staging.write_text(
                 "".join(json.dumps(event) + "\n" for event in kept), encoding="utf-8"

@@ -1,0 +1,144 @@
+"""Several real ranks on gloo: order, resume, evaluation, and the same curve as one process."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import job_words, launch, run, run_hash
+
+WORKER = Path(__file__).parent / "worker.py"
+
+
+def on_ranks(
+    num_ranks: int, folder: Path, *tasks: dict[str, Any], config: str = "cpu_ddp.yaml"
+) -> list[Any]:
+    """Run the tasks on N ranks and return what rank 0 wrote."""
+    folder.mkdir(exist_ok=True)
+    file = folder / f"tasks_{num_ranks}.json"
+    file.write_text(json.dumps(tasks, default=str))
+    # --mixed_precision no: the ranks' sums are compared bit by bit or at float32's precision
+    launch(config, "--num_processes", num_ranks, "--mixed_precision", "no", WORKER, file)
+    return json.loads(file.with_suffix(".result").read_text())
+
+
+@pytest.fixture(scope="module")
+def still_model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """The tiny model without dropout."""
+    folder = tmp_path_factory.mktemp("still_model")
+    for file in tiny_model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seen(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_model: Path,
+    still_model: Path,
+    rows_file: Path,
+    odd_file: Path,
+) -> dict[int, list[Any]]:
+    """Sample ids and curves on 1, 2 and 4 ranks; 47 rows, 8 an update, 4 at most a micro-batch."""
+    folder = tmp_path_factory.mktemp("seen")
+    results = {}
+    for ranks in (1, 2, 4):
+        ids = job_words(tiny_model, rows_file, odd_file, folder / f"ids_{ranks}")
+        curve = job_words(still_model, rows_file, odd_file, folder / f"curve_{ranks}")
+        results[ranks] = on_ranks(
+            ranks, folder, {"do": "sample_ids", "words": ids}, {"do": "curve", "words": curve},
+            config="cpu.yaml" if ranks == 1 else "cpu_ddp.yaml",
+        )  # fmt: skip
+    return results
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_sample_once_an_epoch(seen: dict[int, list[Any]], ranks: int) -> None:
+    epochs = seen[ranks][0]
+    for epoch in epochs:
+        assert len(epoch) == ranks
+        assert sorted(place for rank in epoch for place in rank) == list(range(47))
+    assert epochs[0] != epochs[1]
+
+
+def test_one_curve(seen: dict[int, list[Any]]) -> None:
+    """1 process x 2 accumulation steps, 2 ranks and 4 ranks: the same losses and gradient norms, the short last
+    batch of 7 rows included. The tolerance is float32's: sums are taken in another order.
+    """
+    one = seen[1][1]
+    assert len(one) == 12
+    for ranks in (2, 4):
+        for ours, theirs in zip(seen[ranks][1], one, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_resume_on_two_ranks_is_bit_identical(
+    tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path
+) -> None:
+    """Dropout, shuffling, 2 accumulation steps, stopped after each of the 12 updates."""
+    words = job_words(tiny_model, rows_file, odd_file, tmp_path)
+    words += ["--per_device_train_batch_size", "2"]
+    del words[words.index("--output_dir") : words.index("--output_dir") + 2]
+    steps = list(range(1, 13))
+    on_ranks(
+        2, tmp_path, {"do": "resume_everywhere", "words": words, "folder": tmp_path, "steps": steps}
+    )
+    receipt = json.loads((tmp_path / "whole" / "receipt.json").read_text())
+    assert (receipt["strategy"]["num_processes"], receipt["accumulation_steps"]) == (2, 2)
+    whole = run_hash(tmp_path / "whole")
+    for step in steps:
+        assert run_hash(tmp_path / f"resumed_{step}") == whole, step
+
+
+def test_command_line_on_two_ranks_evaluates_as_one(
+    tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path
+) -> None:
+    """As a user runs it: trained on 2 ranks in bf16, then evaluated on 1 and on 2; 21 rows, every id once."""
+    output_dir = tmp_path / "run"
+    done = launch(
+        "cpu_ddp.yaml",
+        "-m",
+        "accel_ft.train",
+        *job_words(tiny_model, rows_file, odd_file, output_dir),
+    )
+    assert done.stdout.count("model:") == 1  # rank 0 alone speaks
+    receipt = json.loads((output_dir / "receipt.json").read_text())
+    assert receipt["strategy"] == {
+        "distributed_type": "MULTI_CPU", "num_processes": 2, "device": "cpu", "mixed_precision": "bf16", "compile": "NO",
+    }  # fmt: skip
+    words = [
+        "-m",
+        "accel_ft.evaluate",
+        "--checkpoint",
+        output_dir,
+        "--per_device_eval_batch_size",
+        4,
+        "--output",
+    ]
+    run("python", *words, tmp_path / "one.json")
+    launch("cpu_ddp.yaml", "--mixed_precision", "no", *words, tmp_path / "two.json")
+    one, two = (json.loads((tmp_path / name).read_text()) for name in ("one.json", "two.json"))
+    assert one["num_samples"] == 21
+    assert one == two
+
+
+def test_resume_on_another_number_of_ranks_says_so(
+    tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path
+) -> None:
+    words = job_words(tiny_model, rows_file, odd_file, tmp_path / "run")
+    launch("cpu_ddp.yaml", "-m", "accel_ft.train", *words, "--max_steps", 4)
+    done = launch(
+        "cpu.yaml",
+        "-m",
+        "accel_ft.train",
+        *words,
+        "--max_steps",
+        8,
+        "--resume_from_checkpoint",
+        "latest",
+    )
+    assert "saved by 2 processes, resumed by 1" in done.stderr
+    assert "the random streams of dropout cannot" in done.stderr

@@ -1,0 +1,66 @@
+"""Started by `accelerate launch` on N ranks with a JSON file of what to do; rank 0 writes what was seen."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+
+from accel_ft import train
+from accel_ft.config import TrainConfig, parse
+from accel_ft.runtime.launch import make_accelerator
+
+
+def sample_ids(task: dict[str, Any]) -> list[list[list[int]]]:
+    """Ids by epoch and rank, as the loop's own loader brings them."""
+    accelerator = make_accelerator()
+    run = train.build(parse(TrainConfig, task["words"], "train"), accelerator)
+    epochs = []
+    batches = iter(run.train_loader())
+    for _ in range(2):
+        per_epoch = run.plan.steps_per_epoch * run.accumulation_steps
+        epochs.append(
+            [p for _ in range(per_epoch) for p in next(batches)["places"].tolist() if p >= 0]
+        )
+    assert next(batches, None) is None
+    ranks = gather_object([epochs])
+    return [[rank[epoch] for rank in ranks] for epoch in range(2)]
+
+
+def curve(task: dict[str, Any]) -> list[list[float]]:
+    """Loss and gradient norm of every update of a run."""
+    train.main(task["words"])
+    output_dir = Path(task["words"][task["words"].index("--output_dir") + 1])
+    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    return [[event["loss"], event["grad_norm"]] for event in events if event["event"] == "train"]
+
+
+def resume_everywhere(task: dict[str, Any]) -> None:
+    """One uninterrupted run, then one resumed after each of its updates, in folders beside it."""
+    accelerator = make_accelerator()
+    whole = Path(task["folder"]) / "whole"
+    train.main([*task["words"], "--output_dir", str(whole)])
+    for step in task["steps"]:
+        run = Path(task["folder"]) / f"resumed_{step}"
+        if accelerator.is_main_process:
+            for number in range(1, step + 1):
+                name = f"step_{number:08d}"
+                shutil.copytree(whole / "checkpoints" / name, run / "checkpoints" / name)
+            shutil.copy(whole / "metrics.jsonl", run / "metrics.jsonl")
+            ahead = (run / "metrics.jsonl").read_text().splitlines()[:-1]  # not its "end"
+            (run / "metrics.jsonl").write_text("\n".join(ahead) + "\n")
+        accelerator.wait_for_everyone()
+        train.main([*task["words"], "--output_dir", str(run), "--resume_from_checkpoint", "latest"])
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    task_file = Path(sys.argv[1])
+    tasks = json.loads(task_file.read_text())
+    results = [globals()[task["do"]](task) for task in tasks]
+    if make_accelerator().is_main_process:
+        task_file.with_suffix(".result").write_text(json.dumps(results))

@@ -1,0 +1,313 @@
+"""A whole run in this process: train, resume, finish, evaluate, predict."""
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import events_of, job_words, run_hash
+
+from accel_ft import evaluate, predict, train
+from accel_ft.errors import CheckpointError, ConfigError, UserError
+
+
+@pytest.fixture(scope="module")
+def finished(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, rows_file: Path, odd_file: Path
+) -> Path:
+    """Two epochs of 47 rows in global batches of 8 (6 updates, the last with 7 rows), every update saved."""
+    run = tmp_path_factory.mktemp("runs") / "uninterrupted"
+    train.main(job_words(tiny_model, rows_file, odd_file, run))
+    return run
+
+
+def test_what_a_run_leaves(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert {path.name for path in finished.iterdir()} == {
+        "checkpoints", "config.yaml", "metrics.jsonl", "model", "receipt.json",
+    }  # fmt: skip
+    assert [path.name for path in sorted((finished / "checkpoints").iterdir())] == [
+        f"step_{step:08d}" for step in range(1, 13)
+    ]
+    events = events_of(finished)
+    assert [event["event"] for event in events].count("train") == 12
+    assert [event["step"] for event in events if event["event"] == "eval"] == [6, 12]
+    assert [event["event"] for event in events][-2:] == ["test", "end"]
+    first = events[0]
+    assert {
+        "step",
+        "epoch",
+        "loss",
+        "learning_rate",
+        "grad_norm",
+        "samples_per_second",
+        "tokens_per_second",
+    } <= set(first)
+    assert first["learning_rate"] == 0.0  # warm-up starts at 0
+    assert {"eval_loss", "eval_accuracy", "eval_f1_macro", "eval_per_class"} <= set(events[6])
+    receipt = json.loads((finished / "receipt.json").read_text())
+    assert receipt["strategy"]["num_processes"] == 1
+    assert len(receipt["sample_order_sha256"]) == 64
+    assert receipt["num_samples"] == {"train": 47, "validation": 21, "test": 21}
+    settings = yaml.safe_load((finished / "config.yaml").read_text())
+    assert (settings["global_batch_size"], settings["gradient_accumulation_steps"]) == (8, None)
+
+
+def test_a_run_learns(tmp_path: Path, tiny_model: Path, rows_file: Path) -> None:
+    """On rows whose class a few words tell, the loss falls from ln(4) = 1.39 and the labels are learnt."""
+    words = job_words(tiny_model, rows_file, rows_file, tmp_path / "run")
+    train.main(
+        [*words, "--num_train_epochs", "30", "--learning_rate", "5e-3", "--save_steps", "1000"]
+    )
+    events = events_of(tmp_path / "run")
+    assert events[0]["loss"] == pytest.approx(1.386, abs=0.15)
+    assert [event for event in events if event["event"] == "eval"][-1]["eval_accuracy"] == 1.0
+
+
+def test_its_config_reproduces_the_run(finished: Path, tmp_path: Path) -> None:
+    train.main(["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "again")])
+    assert run_hash(tmp_path / "again") == run_hash(finished)
+
+
+@pytest.mark.parametrize("step", range(13))
+def test_resume_is_bit_identical(finished: Path, tmp_path: Path, step: int) -> None:
+    """Killed after any update, the epoch's edge (6) and the last (12) among them: what is on disk then is the
+    checkpoints up to it and a log that may be ahead of them.
+    """
+    run = tmp_path / "run"
+    shutil.copytree(finished, run, ignore=shutil.ignore_patterns("model"))
+    for folder in (run / "checkpoints").iterdir():
+        if int(folder.name[-8:]) > step:
+            shutil.rmtree(folder)
+    ahead = [event for event in events_of(finished) if event["event"] != "end"]
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps(e) + "\n" for e in ahead) + '{"event": "tra'
+    )
+    (run / "checkpoints" / ".staging-step_00000013").mkdir()
+    train.main(
+        [
+            "--config",
+            str(finished / "config.yaml"),
+            "--output_dir",
+            str(run),
+            "--resume_from_checkpoint",
+            "latest",
+        ]
+    )
+    assert run_hash(run) == run_hash(finished)
+    assert not list((run / "checkpoints").glob(".staging*"))
+
+
+def test_logged_loss_spans_the_interruption(finished: Path, tmp_path: Path) -> None:
+    """With an event each 5 updates and a resume at 3, the mean at 5 is of all five updates."""
+    words = ["--config", str(finished / "config.yaml"), "--logging_steps", "5"]
+    train.main([*words, "--output_dir", str(tmp_path / "whole")])
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    for folder in (tmp_path / "resumed" / "checkpoints").iterdir():
+        if int(folder.name[-8:]) > 3:
+            shutil.rmtree(folder)
+    (tmp_path / "resumed" / "metrics.jsonl").unlink()
+    train.main(
+        [*words, "--output_dir", str(tmp_path / "resumed"), "--resume_from_checkpoint", "latest"]
+    )
+    assert run_hash(tmp_path / "resumed") == run_hash(tmp_path / "whole")
+
+
+def test_a_finished_run_does_nothing(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.is_file()}
+    train.main(["--config", str(finished / "config.yaml"), "--resume_from_checkpoint", "latest"])
+    assert {
+        path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.is_file()
+    } == before
+    captured = capsys.readouterr()
+    assert "is finished: nothing to do" in captured.err
+    assert f"model: {finished / 'model'}" in captured.out
+
+
+def test_latest_with_no_checkpoint_starts(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run")]
+    train.main([*words, "--resume_from_checkpoint", "latest", "--max_steps", "2"])
+    assert "starting from the beginning" in capsys.readouterr().err
+    assert events_of(tmp_path / "run")[-1] == {"event": "end", "step": 2}
+
+
+def test_a_finished_run_goes_on_when_given_more_epochs(finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(run)]
+    train.main([*words, "--max_steps", "2"])
+    train.main([*words, "--max_steps", "4", "--resume_from_checkpoint", "latest"])
+    events = events_of(run)
+    assert [e["step"] for e in events if e["event"] == "train"] == [1, 2, 3, 4]
+    assert events[-1] == {"event": "end", "step": 4}
+
+
+def test_a_folder_with_a_run_is_not_overwritten(finished: Path) -> None:
+    before = (finished / "metrics.jsonl").read_bytes()
+    with pytest.raises(
+        ConfigError, match="already holds a run. Fix: --resume_from_checkpoint latest"
+    ):
+        train.main(["--config", str(finished / "config.yaml")])
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+def test_another_jobs_folder_is_refused(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run")]
+    with pytest.raises(
+        CheckpointError, match="global_batch_size: 8 in the checkpoint, 4 in this job(.|\n)*seed"
+    ):
+        train.main(
+            [
+                *words,
+                "--resume_from_checkpoint",
+                "latest",
+                "--global_batch_size",
+                "4",
+                "--seed",
+                "1",
+            ]
+        )
+
+
+def test_damaged_checkpoint(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`latest` passes a damaged one over and still ends with the same bits; a named one is refused."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    (run / "metrics.jsonl").unlink()
+    file = run / "checkpoints" / "step_00000012" / "optimizer.bin"
+    data = bytearray(file.read_bytes())
+    data[1000] ^= 1
+    file.write_bytes(data)
+    words = [
+        "--config",
+        str(finished / "config.yaml"),
+        "--output_dir",
+        str(run),
+        "--resume_from_checkpoint",
+    ]
+    with pytest.raises(CheckpointError, match="optimizer.bin is damaged"):
+        train.main([*words, str(file.parent)])
+    train.main([*words, "latest"])
+    shown = capsys.readouterr().err
+    assert "passed over:" in shown
+    assert "optimizer.bin is damaged" in shown
+    assert "resumed from" in shown
+    assert run_hash(run)["optimizer"] == run_hash(finished)["optimizer"]
+
+
+def test_best_model_is_kept_and_taken(finished: Path, tmp_path: Path) -> None:
+    """Evaluated each update and pruned to two, the best checkpoint survives and becomes the model."""
+    run = tmp_path / "run"
+    words = [
+        "--config",
+        str(finished / "config.yaml"),
+        "--output_dir",
+        str(run),
+        "--learning_rate",
+        "0.02",
+    ]
+    train.main([
+        *words, "--load_best_model_at_end", "--eval_steps", "1", "--save_steps", "5", "--save_total_limit", "2",
+        "--metric_for_best_model", "loss",
+    ])  # fmt: skip
+    losses = {e["step"]: e["eval_loss"] for e in events_of(run) if e["event"] == "eval"}
+    best = min(losses, key=lambda step: (losses[step], step))
+    kept = [path.name for path in (run / "checkpoints").iterdir()]
+    assert f"step_{best:08d}" in kept
+    assert len(kept) <= 3
+    from safetensors.torch import load_file
+
+    ours = load_file(run / "model" / "model.safetensors")
+    theirs = load_file(run / "checkpoints" / f"step_{best:08d}" / "model.safetensors")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_divergence_is_an_error(finished: Path, tmp_path: Path) -> None:
+    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run")]
+    with pytest.raises(UserError, match="training has diverged"):
+        train.main(
+            [*words, "--learning_rate", "1e30", "--warmup_steps", "0", "--max_grad_norm", "0"]
+        )
+
+
+def test_transformers_opens_model_and_checkpoint(finished: Path) -> None:
+    from transformers import pipeline
+
+    for folder in (finished / "model", finished / "checkpoints" / "step_00000012"):
+        answer = pipeline("text-classification", model=str(folder))(["the goal of the striker"])
+        assert answer[0]["label"] in {"World", "Sports", "Business", "Sci/Tech"}
+
+
+def test_evaluate_gives_the_runs_own_figures(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    test = next(event for event in events_of(finished) if event["event"] == "test")
+    for checkpoint in (finished, finished / "model", finished / "checkpoints" / "step_00000012"):
+        evaluate.main(["--checkpoint", str(checkpoint), "--output", str(tmp_path / "scores.json")])
+        scores = json.loads(capsys.readouterr().out)
+        assert scores == json.loads((tmp_path / "scores.json").read_text())
+        assert (scores["split"], scores["num_samples"]) == ("test", 21)
+        assert scores["accuracy"] == test["test_accuracy"]
+        assert scores["loss"] == pytest.approx(test["test_loss"], rel=1e-5)
+
+
+def test_predict_keeps_order_and_ids(
+    finished: Path,
+    tmp_path: Path,
+    odd_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from transformers import pipeline
+
+    from accel_ft.data.sources import read_records
+
+    monkeypatch.setattr(predict, "CHUNK_ROWS", 8)  # three chunks
+    records = [record for _, record in read_records(str(odd_file), "csv")]
+    classifier = pipeline("text-classification", model=str(finished / "model"))
+    expected = [answer["label"] for answer in classifier([record["text"] for record in records])]
+
+    predict.main(["--checkpoint", str(finished), "--input", str(odd_file), "--all_scores"])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["label"] for row in rows] == expected
+    assert [row["line"] for row in rows] == list(range(2, 23))
+    assert all(max(row["scores"].values()) == row["score"] for row in rows)
+    assert all(sum(row["scores"].values()) == pytest.approx(1, abs=1e-5) for row in rows)
+
+    with_ids = tmp_path / "rows.jsonl"
+    with_ids.write_text(
+        "".join(
+            json.dumps({"id": f"r{n}", "text": r["text"]}) + "\n" for n, r in enumerate(records)
+        )
+    )
+    predict.main(
+        [
+            "--checkpoint",
+            str(finished / "model"),
+            "--input",
+            str(with_ids),
+            "--output",
+            str(tmp_path / "out"),
+        ]
+    )
+    rows = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert [(row["id"], row["label"]) for row in rows] == [
+        (f"r{n}", label) for n, label in enumerate(expected)
+    ]
+
+    class StandardInput:
+        buffer = io.BufferedReader(io.BytesIO("".join(r["text"] + "\n" for r in records).encode()))
+
+    monkeypatch.setattr("sys.stdin", StandardInput)
+    predict.main(["--checkpoint", str(finished), "--input", "-"])
+    assert [json.loads(line)["label"] for line in capsys.readouterr().out.splitlines()] == expected
+
+    predict.main(["--checkpoint", str(finished), "--text", records[0]["text"]])
+    assert json.loads(capsys.readouterr().out)["label"] == expected[0]

@@ -1,0 +1,147 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from accel_ft.config import EvaluateConfig, PredictConfig, TrainConfig, parse, run_settings
+from accel_ft.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def train_config(*words: str) -> TrainConfig:
+    return parse(TrainConfig, words, "train")
+
+
+def fault(*words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        train_config(*words)
+    return str(caught.value)
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "job.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_file_sets_and_word_overrides(tmp_path: Path) -> None:
+    file = write(tmp_path, "learning_rate: 2e-5\nseed: 7\nsave_total_limit: null\n")
+    config = train_config("--config", file, "--seed", "8", "--load_best_model_at_end")
+    assert config.learning_rate == 2e-5  # YAML itself reads 2e-5 as a string
+    assert config.seed == 8
+    assert config.save_total_limit is None
+    assert config.load_best_model_at_end is True
+    assert train_config("--save_total_limit=none").save_total_limit is None
+
+
+def test_all_faults_at_once_with_their_places(tmp_path: Path) -> None:
+    file = write(
+        tmp_path, "sed: 3\nnum_train_epochs: lots\nlogging_steps: true\ntrain_file: no/rows.csv\n"
+    )
+    message = fault(
+        "--config",
+        file,
+        "--lerning_rate",
+        "1",
+        "--seed",
+        "--weight_decay",
+        "-1",
+        "--max_steps",
+        "0",
+    )
+    assert message.startswith("8 faults")
+    assert "--lerning_rate: unknown key. Did you mean `learning_rate`?" in message
+    assert f"sed ({file}, line 1): unknown key. Did you mean `seed`?" in message
+    assert f"num_train_epochs=lots ({file}, line 2)" in message
+    assert f"logging_steps ({file}, line 3): true given. Allowed: INT" in message
+    assert "train_file=no/rows.csv: there is no such file" in message
+    assert "seed: no value given. Allowed: INT" in message
+    assert "weight_decay=-1: Input should be greater than or equal to 0" in message
+    assert "max_steps=0: there is nothing to train" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("seed: [1\n", "cannot be read"),
+        ("- seed\n", "must be a mapping"),
+        ("seed: 1\nseed: 2\n", r"line 2\): set twice, first in line 1"),
+        ("seed: !!python/object/apply:os.system ['true']\n", "cannot be read"),
+        ("learning_rate: .nan\n", "finite"),
+    ],
+)
+def test_broken_yaml(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        train_config("--config", write(tmp_path, text))
+
+
+def test_rules_between_keys(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.csv"
+    rows.touch()
+    assert "keep one of the two" in fault(
+        "--global_batch_size", "8", "--gradient_accumulation_steps", "2"
+    )
+    assert "keep one of the two" in fault("--dataset_name", "x", "--train_file", str(rows))
+    assert "without training rows" in fault("--test_file", str(rows))
+    (tmp_path / "rows.xls").touch()
+    assert "unknown format. Allowed: .csv" in fault("--train_file", str(tmp_path / "rows.xls"))
+    assert "it is a folder" in fault("--train_file", str(tmp_path))
+    assert f"Did you mean `{rows}`?" in fault("--train_file", str(tmp_path / "row.csv"))
+
+
+def test_loose_words_are_refused() -> None:
+    assert "3: belongs to no key" in fault("3")
+
+
+def test_help_has_a_line_for_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    for config_class in (TrainConfig, EvaluateConfig, PredictConfig):
+        with pytest.raises(SystemExit) as caught:
+            parse(config_class, ["--help"], "train")
+        assert caught.value.code == 0
+        shown = capsys.readouterr().out
+        for key, field in config_class.model_fields.items():
+            assert f"--{key} " in shown
+            assert field.description, key
+
+
+def test_print_config_feeds_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        train_config("--learning_rate", "2e-5", "--print_config")
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert set(yaml.safe_load(shown)) == set(TrainConfig.model_fields)
+    assert train_config("--config", write(tmp_path, shown)) == train_config(
+        "--learning_rate", "2e-5"
+    )
+
+
+def test_no_arguments_is_the_ag_news_job() -> None:
+    """examples/ag_news.yaml says in full what no key at all means."""
+    from accel_ft.data.splits import DEFAULT_DATASET
+    from accel_ft.train import DEFAULT_GLOBAL_BATCH_SIZE
+
+    file = train_config("--config", str(ROOT / "examples/ag_news.yaml"))
+    meant = {"dataset_name": DEFAULT_DATASET, "global_batch_size": DEFAULT_GLOBAL_BATCH_SIZE}
+    assert file == train_config().resolved(**meant)
+
+
+def test_evaluate_takes_the_rest_from_the_run(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.csv"
+    rows.touch()
+    run = tmp_path / "run"
+    (run / "checkpoints/step_00000001").mkdir(parents=True)
+    (run / "config.yaml").write_text(
+        f"text_column: body\nmax_seq_length: 64\ntest_file: {rows}\nseed: 1\n"
+    )
+    for folder in (run, run / "model", run / "checkpoints/step_00000001"):
+        words = ["--checkpoint", str(folder), "--max_seq_length", "32"]
+        config = parse(EvaluateConfig, words, "evaluate", run_settings)
+        assert (config.text_column, config.max_seq_length, config.test_file) == ("body", 32, rows)
+
+
+def test_predict_needs_one_source() -> None:
+    with pytest.raises(ConfigError, match="exactly one is needed"):
+        parse(PredictConfig, ["--checkpoint", "x"], "predict")
+    with pytest.raises(ConfigError, match="checkpoint: is needed. Fix: --checkpoint TEXT"):
+        parse(PredictConfig, ["--text", "x"], "predict")

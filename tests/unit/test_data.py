@@ -1,0 +1,196 @@
+"""Token store, splits and batches: from rows on disk to the tensors of a micro-batch."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import write_rows
+
+from accel_ft.config import TrainConfig, parse
+from accel_ft.data import tokenize as tokenize_module
+from accel_ft.data.loader import Padding, TrainBatches, collate, make_loader
+from accel_ft.data.plan import Plan
+from accel_ft.data.sources import file_source
+from accel_ft.data.splits import Split, Splits, load_eval_split, load_splits
+from accel_ft.data.tokenize import TokenStore, cache_folder, tokenize
+from accel_ft.errors import ConfigError, DataError
+from accel_ft.model.load import load_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_model: Path):
+    return load_tokenizer("tiny", str(tiny_model))
+
+
+def store_of(path: Path, tokenizer, max_seq_length: int = 16) -> TokenStore:
+    return tokenize(file_source(path), "text", "label", tokenizer, max_seq_length)
+
+
+def splits_of(tokenizer, *words: str) -> Splits:
+    config = parse(TrainConfig, words, "train")
+    return load_splits(config, tokenizer, config.max_train_samples)
+
+
+def test_store_holds_what_the_tokenizer_says(rows_file: Path, tokenizer) -> None:
+    store = store_of(rows_file, tokenizer)
+    rows = list(file_source(rows_file).rows("text", "label"))
+    assert len(store) == 47
+    for number, (_, text, label) in enumerate(rows):
+        expected = tokenizer(text, truncation=True, max_length=16)["input_ids"]
+        assert store.tokens(number).tolist() == expected
+        assert store.lengths(np.array([number]))[0] == len(expected) <= 16
+        assert store.labels[store.label_codes(np.array([number]))[0]] == label
+
+
+def test_tokenised_once_and_found_by_content(
+    rows_file: Path, tmp_path: Path, tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = store_of(rows_file, tokenizer)
+    copy = tmp_path / "copy.csv"
+    copy.write_bytes(rows_file.read_bytes())
+    monkeypatch.setattr(tokenize_module, "token_ids", lambda *_: pytest.fail("tokenised again"))
+    assert store_of(copy, tokenizer).fingerprint == first.fingerprint
+    assert [path.name for path in cache_folder().iterdir()] == [first.fingerprint]
+
+
+def test_another_cut_or_tokenizer_is_another_store(
+    rows_file: Path, tokenizer, tiny_model: Path
+) -> None:
+    other = load_tokenizer("tiny", str(tiny_model))
+    other.add_tokens(["treaty2"])
+    prints = {
+        store_of(rows_file, tok, cut).fingerprint for tok in (tokenizer, other) for cut in (8, 16)
+    }
+    assert len(prints) == 4
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin", "labels.bin", "meta.json"])
+def test_damaged_store_is_made_again(
+    rows_file: Path, tokenizer, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = store_of(rows_file, tokenizer).folder
+    (folder / name).write_bytes((folder / name).read_bytes()[:-3])
+    assert store_of(rows_file, tokenizer).tokens(46).tolist()[-1] == 3
+
+
+def test_faulty_rows_leave_nothing_in_the_cache(tmp_path: Path, tokenizer) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("text,label\na,1\nb\n")
+    with pytest.raises(DataError, match="line 3"):
+        store_of(path, tokenizer)
+    assert list(cache_folder().iterdir()) == []
+
+
+def test_store_travels_to_workers_as_a_path(rows_file: Path, tokenizer) -> None:
+    store = store_of(rows_file, tokenizer)
+    data = pickle.dumps(store)
+    assert len(data) < 1000
+    assert pickle.loads(data).tokens(5).tolist() == store.tokens(5).tolist()
+
+
+def test_validation_is_cut_off_and_apart(tmp_path: Path, tokenizer) -> None:
+    splits = splits_of(tokenizer, "--train_file", str(write_rows(tmp_path / "a.csv", 203)))
+    ids = [split.ids(np.arange(len(split))) for split in (splits.train, splits.validation)]
+    assert (len(ids[0]), len(ids[1])) == (183, 20)
+    assert sorted(np.concatenate(ids)) == list(range(203))
+    assert splits.label_names == ["Business", "Sci/Tech", "Sports", "World"]
+    assert (
+        len(set(splits.validation.labels(np.arange(20)))) > 2
+    )  # drawn at random from a file in any order
+
+
+def test_limits_draw_the_same_rows_each_time(tmp_path: Path, tokenizer) -> None:
+    words = ["--train_file", str(write_rows(tmp_path / "a.csv", 203)), "--max_train_samples", "50"]
+    first = splits_of(tokenizer, *words, "--max_eval_samples", "7")
+    again = splits_of(tokenizer, *words, "--seed", "3")
+    assert (len(first.train), len(first.validation), len(again.validation)) == (50, 7, 20)
+    assert np.array_equal(first.train.ids(np.arange(50)), again.train.ids(np.arange(50)))
+    assert np.array_equal(first.validation.ids(np.arange(7)), again.validation.ids(np.arange(7)))
+    assert not set(first.train.ids(np.arange(50))) & set(again.validation.ids(np.arange(20)))
+
+
+def test_integer_labels_are_ordered_by_value(tmp_path: Path, tokenizer) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("text,label\n" + "".join(f"a,{label}\n" for label in (10, 9, "01", 1, 2)))
+    assert splits_of(tokenizer, "--train_file", str(path)).label_names == [
+        "01",
+        "1",
+        "2",
+        "9",
+        "10",
+    ]
+
+
+def test_unknown_label_is_named_with_its_line(tmp_path: Path, rows_file: Path, tokenizer) -> None:
+    path = tmp_path / "validation.csv"
+    path.write_text("text,label\na,World\nb,Sport\n")
+    words = "--train_file", str(rows_file), "--validation_file", str(path)
+    with pytest.raises(
+        DataError, match="line 3: label 'Sport' does not occur.* Did you mean `Sports`"
+    ):
+        splits_of(tokenizer, *words)
+
+
+def test_one_class_only(tmp_path: Path, tokenizer) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("text,label\na,x\nb,x\n")
+    with pytest.raises(DataError, match="every row has the label 'x'"):
+        splits_of(tokenizer, "--train_file", str(path))
+
+
+def test_integer_labels_of_a_file_mean_ids_of_a_named_model(tmp_path: Path, tokenizer) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("text,label\na,1\nb,0\n")
+    config = parse(TrainConfig, ["--train_file", str(path), "--test_file", str(path)], "train")
+    name, split = load_eval_split(config, tokenizer, ["no", "yes"], None)
+    assert (name, split.labels(np.arange(2)).tolist()) == ("test", [1, 0])
+    with pytest.raises(ConfigError, match="the job names no test rows"):
+        load_eval_split(config.resolved(test_file=None), tokenizer, ["no", "yes"], "test")
+
+
+def whole(path: Path, tokenizer) -> Split:
+    splits = splits_of(tokenizer, "--train_file", str(path), "--validation_file", str(path))
+    return splits.train
+
+
+def test_padding_and_filling(rows_file: Path, tokenizer) -> None:
+    split = whole(rows_file, tokenizer)
+    batch = collate(split, np.array([3, 9]), Padding(tokenizer, multiple=8))
+    lengths = split.lengths(np.array([3, 9]))
+    assert batch["input_ids"].shape[1] % 8 == 0
+    assert batch["attention_mask"].sum(1).tolist() == lengths.tolist()
+    assert batch["input_ids"][0, : lengths[0]].tolist() == split.tokens(np.array([3]))[0].tolist()
+    assert (batch["input_ids"][batch["attention_mask"] == 0] == 0).all()
+    assert (batch["weights"].tolist(), batch["places"].tolist()) == ([1, 1], [3, 9])
+    filler = collate(split, np.array([], np.int64), Padding(tokenizer, multiple=1))
+    assert (filler["weights"].tolist(), filler["places"].tolist()) == ([0], [-1])
+    assert filler["attention_mask"].all()  # an all-masked row could turn into NaN
+
+
+def test_left_padding(rows_file: Path, tokenizer) -> None:
+    pad = Padding(tokenizer, 1)
+    pad.left = True
+    assert pad([[5, 6, 7], [8]])["input_ids"].tolist() == [[5, 6, 7], [0, 0, 8]]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loader_starts_anywhere_and_leaves_random_numbers_alone(
+    rows_file: Path, tokenizer, num_workers: int
+) -> None:
+    split = whole(rows_file, tokenizer)
+    plan = Plan(len(split), 8, 0, split.lengths)
+    batches = TrainBatches(split, plan, 2, 12, Padding(tokenizer, 1))
+    assert len(batches) == 24
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    read = [batch["places"].tolist() for batch in make_loader(batches, 5, num_workers, False)]
+    assert torch.equal(before, torch.get_rng_state())
+    expected = [part.tolist() or [-1] for step in range(12) for part in plan.micro_batches(step, 2)]
+    assert read == expected[5:]

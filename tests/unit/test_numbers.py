@@ -1,0 +1,121 @@
+"""Loss, metrics, learning rate: against hand arithmetic."""
+
+import math
+import pickle
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_ft.config import TrainConfig
+from accel_ft.engine.step import weighted_loss
+from accel_ft.metrics import (
+    Accuracy,
+    MacroF1,
+    classification_metrics,
+    confusion_matrix,
+    cross_entropy,
+    per_class_scores,
+)
+from accel_ft.model.optim import make_optimizer, make_scheduler, scaled_learning_rate
+
+
+@given(cuts=st.lists(st.integers(0, 12), max_size=4), smoothing=st.sampled_from([0.0, 0.1]))
+def test_loss_of_parts_adds_up_to_the_mean_of_the_whole(cuts: list[int], smoothing: float) -> None:
+    """Any split of a global batch of 12, empty parts included, gives the mean over the 12."""
+    torch.manual_seed(0)
+    logits, labels = torch.randn(12, 4), torch.randint(0, 4, (12,))
+    whole = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+    bounds = [0, *sorted(cuts), 12]
+    parts = [slice(a, b) for a, b in pairwise(bounds)]
+    total = sum(
+        weighted_loss(logits[p], labels[p], torch.ones(len(labels[p])), smoothing) for p in parts
+    )
+    assert float(total) / 12 == pytest.approx(float(whole), rel=1e-6)
+
+
+def test_filling_has_no_gradient() -> None:
+    logits = torch.randn(2, 3, requires_grad=True)
+    weighted_loss(logits, torch.tensor([0, 1]), torch.tensor([1.0, 0.0]), 0.0).backward()
+    assert logits.grad is not None
+    assert logits.grad[0].abs().sum() > 0
+    assert logits.grad[1].abs().sum() == 0
+
+
+def test_scores_by_hand() -> None:
+    """Labels 0 0 0 1 1 2, predictions 0 0 1 1 0 0: hits 2, 1, 0; predicted 4, 2, 0; present 3, 2, 1."""
+    labels, predictions = np.array([0, 0, 0, 1, 1, 2]), np.array([0, 0, 1, 1, 0, 0])
+    matrix = confusion_matrix(labels, predictions, 3)
+    assert matrix.tolist() == [[2, 1, 0], [1, 1, 0], [1, 0, 0]]
+    scores = per_class_scores(matrix)
+    assert scores["precision"] == [2 / 4, 1 / 2, 0]
+    assert scores["recall"] == pytest.approx([2 / 3, 1 / 2, 0])
+    assert scores["f1"] == pytest.approx([4 / 7, 2 / 4, 0])
+    assert scores["support"] == [3, 2, 1]
+    ids = {"predictions": predictions, "references": labels, "num_labels": 3}
+    assert Accuracy(keep_in_memory=True).compute(**ids) == {"accuracy": 0.5}
+    assert MacroF1(keep_in_memory=True).compute(**ids)["f1_macro"] == pytest.approx(
+        (4 / 7 + 1 / 2) / 3
+    )
+
+
+def test_cross_entropy_by_hand_and_without_overflow() -> None:
+    logits = np.array([[0.0, 0.0], [math.log(3), 0.0], [1e4, 0.0]])
+    assert cross_entropy(logits, np.array([0, 1, 0])) == pytest.approx(
+        (math.log(2) + math.log(4)) / 3
+    )
+
+
+def test_all_metrics_of_an_evaluation() -> None:
+    logits = np.array([[2.0, 1.0], [0.0, 1.0], [0.0, 3.0]], np.float32)
+    scores = classification_metrics(logits, np.array([0, 1, 0]), ["no", "yes"])
+    assert set(scores) == {"loss", "accuracy", "f1_macro", "per_class"}
+    assert scores["per_class"]["yes"] == {
+        "precision": 0.5,
+        "recall": 1.0,
+        "f1": pytest.approx(2 / 3),
+        "support": 1,
+    }
+
+
+def test_metrics_leave_random_numbers_alone() -> None:
+    torch.manual_seed(0)
+    before = pickle.dumps((np.random.get_state(), torch.get_rng_state().tolist()))
+    classification_metrics(np.eye(3, dtype=np.float32), np.arange(3), ["a", "b", "c"])
+    assert pickle.dumps((np.random.get_state(), torch.get_rng_state().tolist())) == before
+
+
+def test_learning_rate_scaling() -> None:
+    config = TrainConfig(learning_rate=1e-4, lr_reference_batch_size=32)
+    rates = {
+        k: scaled_learning_rate(config.resolved(lr_scaling=k), 128)
+        for k in ("none", "linear", "sqrt")
+    }
+    assert rates == pytest.approx({"none": 1e-4, "linear": 4e-4, "sqrt": 2e-4})
+
+
+def test_biases_and_norms_are_not_decayed() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
+    groups = make_optimizer(model, 1e-3, 0.1).param_groups
+    assert [(len(group["params"]), group["weight_decay"]) for group in groups] == [
+        (1, 0.1),
+        (3, 0.0),
+    ]
+
+
+@pytest.mark.parametrize(("warmup", "peak_at"), [(0.2, 2), (4, 4)])
+def test_schedule_counts_updates(warmup: float, peak_at: int) -> None:
+    """Linear: up to the peak in the warm-up, down to 0 at the last of 10 updates."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = make_scheduler(TrainConfig(warmup_steps=warmup), optimizer, 10)
+    rates = []
+    for _ in range(11):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert rates[peak_at] == max(rates) == 1.0
+    assert rates[0] == rates[10] == 0.0
+    assert rates[peak_at + 1] == pytest.approx(1 - 1 / (10 - peak_at))

@@ -1,0 +1,150 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from accel_ft.data.sources import Source, file_source, hub_sources, read_records
+from accel_ft.errors import ConfigError, DataError
+
+
+def rows(path: Path) -> list[tuple[str, str, str]]:
+    return list(file_source(path).rows("text", "label"))
+
+
+def write(folder: Path, name: str, content: str | bytes) -> Path:
+    path = folder / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def fault(folder: Path, name: str, content: str | bytes) -> str:
+    with pytest.raises(DataError) as caught:
+        rows(write(folder, name, content))
+    return str(caught.value)
+
+
+def test_cells_stay_what_they_are(tmp_path: Path) -> None:
+    cells = ["NA", "null", "None", "nan", "", " x ", 'say "hi"', "two\nlines", "1.0", "é"]
+    quoted = "".join(
+        '"{}",{}\n'.format(cell.replace('"', '""'), "01" if i % 2 else "1")
+        for i, cell in enumerate(cells)
+    )
+    read = rows(write(tmp_path, "rows.csv", "text,label\n" + quoted))
+    assert [text for _, text, _ in read] == cells
+    assert [label for _, _, label in read] == ["1", "01"] * 5
+    assert [place for place, _, _ in read][7:9] == [
+        "line 9",
+        "line 11",
+    ]  # after the text of two lines
+
+
+def test_every_format_reads_the_same(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    objects = [
+        {"text": "a, b", "label": 0, "more": None},
+        {"text": "c\td", "label": 1, "more": None},
+    ]
+    pq.write_table(pa.Table.from_pylist(objects), tmp_path / "rows.parquet")
+    files = [
+        write(tmp_path, "rows.csv", '\ufefftext,label\r\n"a, b",0\r\n\r\nc\td,1\r\n'),
+        write(tmp_path, "rows.tsv", 'text\tlabel\na, b\t0\n"c\td"\t1\n'),
+        write(tmp_path, "rows.jsonl", "\n\n".join(map(json.dumps, objects))),
+        write(tmp_path, "rows.json", json.dumps(objects)),
+        write(tmp_path, "data.json", json.dumps({"version": 1, "data": objects})),
+        tmp_path / "rows.parquet",
+    ]
+    for file in files:
+        assert [row[1:] for row in rows(file)] == [("a, b", "0"), ("c\td", "1")], file
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.csv", "", "a.csv: is empty"),
+        ("a.csv", "text,label\n", "a.csv: has no rows"),
+        ("a.csv", "text,label\nx,1\ny,1,2\nz\n", "2 faulty rows. Fix or remove:\n  line 3: 3 fields, where the header has 2\n  line 4: 1 field"),
+        ("a.csv", 'text,label\nx,1\n"y,1\nz,2\n', "the row that starts in line 3: .* Fix: close or double its quotes"),
+        ("a.csv", "text,label\nx,\n", "line 2: label is empty"),
+        ("a.csv", "text,text\nx,1\n", "column 'text' occurs twice"),
+        ("a.csv", b"text,label\nx,1\ncaf\xe9,1\n", r"line 3: byte 4 \(0xe9\) is not UTF-8"),
+        ("a.csv", b"text,label\nx\0y,1\n", "line 2: holds a NUL"),
+        ("a.csv", "text,label\n".encode("utf-16"), "is UTF-16"),
+        ("a.csv", "txt,lable\nx,1\n", "text_column=text: no such column in .*a.csv. Did you mean `txt`.*\n.*label_column=label: .*`lable`"),
+        ("a.jsonl", '{"text": "x", "label": 1}\n{"text": 3}\n[1]\n{', "line 3: is \\[1\\], not an object"),
+        ("a.jsonl", '{"text": "x", "label": 1}\n{"text": null, "label": 1}\n', "line 2: text is missing, not a text"),
+        ("a.jsonl", '{"text": "x", "label": 1.5}\n', "line 1: label is 1.5, not a text or an integer"),
+        ("a.jsonl", '{"text": "x", "label": true}\n', "line 1: label is true"),
+        ("a.json", '{"text": "x"}', "Allowed: a list of objects"),
+        ("a.json", "[1]", "item 1: is 1, not an object"),
+        ("a.json", "[", "is not JSON .* jsonl"),
+        ("a.json", " ", "is empty"),
+        ("a.parquet", "no", "cannot be read as parquet"),
+    ],
+)  # fmt: skip
+def test_faults_name_file_and_line(
+    tmp_path: Path, name: str, content: str | bytes, words: str
+) -> None:
+    import re
+
+    message = fault(tmp_path, name, content)
+    assert re.search(words, message, re.DOTALL), message
+
+
+def test_many_faults_are_counted(tmp_path: Path) -> None:
+    message = fault(tmp_path, "a.csv", "text,label\n" + "x\n" * 15)
+    assert "15 faulty rows" in message
+    assert message.endswith("... and 5 more")
+    assert fault(tmp_path, "b.csv", "text,label\n" + "x\n" * 5000).endswith("... and 990 more")
+
+
+def test_long_texts_are_read(tmp_path: Path) -> None:
+    long = "word " * 300_000
+    assert rows(write(tmp_path, "a.csv", f"text,label\n{long},1\n")) == [("line 2", long, "1")]
+
+
+def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
+    first, same = (
+        file_source(write(tmp_path, name, "text,label\nx,1\n")) for name in ("a.csv", "b.csv")
+    )
+    other = file_source(write(tmp_path, "c.csv", "text,label\nx,2\n"))
+    assert first.fingerprint == same.fingerprint != other.fingerprint
+
+
+def test_declared_names_of_integer_labels() -> None:
+    source = Source("x", "x", lambda: iter([("row 0", {"text": "a", "label": 1})]), ("no", "yes"))
+    assert list(source.rows("text", "label")) == [("row 0", "a", "yes")]
+
+
+def test_plain_lines(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.txt", "one\r\n\nthree")
+    assert list(read_records(str(path), "lines")) == [
+        ("line 1", {"text": "one"}),
+        ("line 2", {"text": ""}),
+        ("line 3", {"text": "three"}),
+    ]
+
+
+def test_a_dataset_folder_with_named_labels(tmp_path: Path) -> None:
+    """`datasets` reads a folder as it reads the Hub: the same code, without the network."""
+    import datasets
+
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])}
+    )
+    (tmp_path / "data").mkdir()
+    for split, label in (("train", 1), ("test", 0)):
+        rows = datasets.Dataset.from_dict({"text": ["a"], "label": [label]}, features=features)
+        rows.to_parquet(tmp_path / "data" / f"{split}.parquet")
+    sources = hub_sources(str(tmp_path / "data"), "label")
+    assert list(sources) == ["train", "test"]
+    assert list(sources["train"].rows("text", "label")) == [("row 0", "a", "yes")]
+    assert list(sources["test"].rows("text", "label")) == [("row 0", "a", "no")]
+
+
+def test_the_hub_out_of_reach_names_the_quickstart() -> None:
+    with pytest.raises(
+        ConfigError, match="the Hub cannot be reached(.|\n)*examples/quickstart.yaml"
+    ):
+        hub_sources("fancyzhx/ag_news", "label")

@@ -1,0 +1,98 @@
+from pathlib import Path
+
+import pytest
+
+from accel_ft.checkpoint import state, transaction
+from accel_ft.errors import CheckpointError
+
+
+def publish(root: Path, step: int) -> Path:
+    final = transaction.checkpoint_folder(root, step)
+    staging = transaction.start(final)
+    (staging / "weights").write_bytes(bytes(range(256)))
+    (staging / "inner").mkdir()
+    (staging / "inner" / "shard").write_bytes(b"x" * step)
+    transaction.publish(final)
+    return final
+
+
+def test_published_whole_and_verified(tmp_path: Path) -> None:
+    final = publish(tmp_path, 500)
+    assert final.name == "step_00000500"
+    assert not transaction.staging_folder(final).exists()
+    transaction.verify(final)
+    assert transaction.list_published(tmp_path) == [(500, final)]
+
+
+def test_unpublished_is_never_listed(tmp_path: Path) -> None:
+    transaction.start(transaction.checkpoint_folder(tmp_path, 1))
+    assert transaction.list_published(tmp_path) == []
+    assert state.newest_sound(tmp_path) is None
+    transaction.remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "add", "link", "manifest"])
+def test_damage_is_found_and_passed_over(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    older, newer = publish(tmp_path, 9), publish(tmp_path, 10)
+    file = newer / "inner" / "shard"
+    if damage == "flip":
+        file.write_bytes(b"x" * 9 + b"y")
+    elif damage == "cut":
+        file.write_bytes(b"x" * 9)
+    elif damage == "remove":
+        file.unlink()
+    elif damage == "add":
+        (newer / "more").touch()
+    elif damage == "link":
+        file.rename(tmp_path / "elsewhere")
+        file.symlink_to(tmp_path / "elsewhere")
+    else:
+        (newer / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match=str(newer)):
+        transaction.verify(newer)
+    with caplog.at_level("WARNING"):
+        assert state.newest_sound(tmp_path) == older
+    (older / "weights").unlink()
+    with pytest.raises(CheckpointError, match="all 2 checkpoints are damaged"):
+        state.newest_sound(tmp_path)
+
+
+def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    for step in (1, 2, 10, 9, 100_000_000):
+        publish(tmp_path, step)
+    transaction.prune(tmp_path, keep=2, protected=1)
+    assert [step for step, _ in transaction.list_published(tmp_path)] == [1, 10, 100_000_000]
+    transaction.prune(tmp_path, keep=None, protected=None)
+    assert len(transaction.list_published(tmp_path)) == 3
+
+
+def test_published_again_over_a_damaged_one(tmp_path: Path) -> None:
+    final = publish(tmp_path, 5)
+    (final / "weights").unlink()
+    transaction.verify(publish(tmp_path, 5))
+
+
+def test_another_jobs_checkpoint_is_refused(tmp_path: Path) -> None:
+    saved = {"model": "a", "seed": 1}
+    state.check_same_run(tmp_path, saved, dict(saved))
+    with pytest.raises(CheckpointError, match="seed: 1 in the checkpoint, 2 in this job"):
+        state.check_same_run(tmp_path, saved, {"model": "a", "seed": 2})
+
+
+def test_what_a_user_calls_a_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="has no checkpoint yet"):
+        state.model_folder(str(run))
+    newest = publish(run / "checkpoints", 3)
+    assert state.model_folder(str(run)) == str(newest) == state.model_folder(str(newest))
+    (run / "model").mkdir()
+    (run / "model" / "config.json").touch()
+    assert state.model_folder(str(run)) == str(run / "model")
+    assert state.model_folder("some/hub-id") == "some/hub-id"
+    (newest / "weights").unlink()
+    with pytest.raises(CheckpointError, match="missing files"):
+        state.model_folder(str(newest))
