@@ -37,6 +37,7 @@ def evaluate_checkpoint(config: EvaluateConfig, accelerator: Any) -> dict[str, A
     from accel_ft.data.splits import load_eval_split
     from accel_ft.engine.evaluation import evaluate, make_eval_loader
     from accel_ft.model.load import (
+        check_max_seq_length,
         label_names,
         load_classifier,
         load_model_config,
@@ -46,8 +47,9 @@ def evaluate_checkpoint(config: EvaluateConfig, accelerator: Any) -> dict[str, A
 
     folder = resolve(model_folder(config.checkpoint))
     tokenizer = load_tokenizer(config.checkpoint, folder)
-    model_config = load_model_config(config.checkpoint, folder, config.max_seq_length)
+    model_config = load_model_config(config.checkpoint, folder)
     names = label_names(config.checkpoint, model_config)
+    check_max_seq_length(config.max_seq_length, config.checkpoint, model_config, tokenizer)
     with accelerator.local_main_process_first():
         name, split = load_eval_split(config, tokenizer, names, config.split)
     # Not prepared: each rank holds the whole model, and nothing but the ledger is exchanged.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from accel_ft.data.plan import Plan
     from accel_ft.engine.run import Run
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("accel_ft.train")  # run with -m, its name is __main__
 
 DEFAULT_GLOBAL_BATCH_SIZE = 32
 ORDER_HASH_STEPS = 256

