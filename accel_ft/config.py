@@ -235,7 +235,7 @@ class PredictConfig(Config):
     all_scores: bool = False
     """Add every label's score."""
     max_seq_length: int | None = Field(None, ge=2)
-    """Tokens a text is cut at; left out: the run's, or 128."""
+    """Tokens a text is cut at; left out: the run's, or what the model can see (512 at most)."""
     per_device_eval_batch_size: int = Field(64, ge=1)
     """Samples of one forward pass."""
 

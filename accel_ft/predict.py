@@ -16,6 +16,7 @@ from typing import Any
 from accel_ft.config import PredictConfig, parse, run_settings
 from accel_ft.errors import ConfigError, DataError, LaunchError, nearest, run_command
 
+DEFAULT_MAX_SEQ_LENGTH = 512
 CHUNK_ROWS = 2048  # read, sorted by length, labelled and written at a time: what bounds the memory
 
 
@@ -60,10 +61,12 @@ class Classifier:
         from accel_ft.checkpoint.state import model_folder
         from accel_ft.data.loader import Padding
         from accel_ft.model.load import (
+            check_max_seq_length,
             label_names,
             load_classifier,
             load_model_config,
             load_tokenizer,
+            position_limit,
             resolve,
         )
 
@@ -71,9 +74,11 @@ class Classifier:
         folder = resolve(model_folder(name))
         self.config, self.accelerator = config, accelerator
         self.tokenizer = load_tokenizer(name, folder)
-        self.max_seq_length = config.max_seq_length or 128
-        model_config = load_model_config(name, folder, self.max_seq_length)
+        model_config = load_model_config(name, folder)
         self.label_names = label_names(name, model_config)
+        limit = position_limit(model_config, self.tokenizer) or DEFAULT_MAX_SEQ_LENGTH
+        self.max_seq_length = config.max_seq_length or min(DEFAULT_MAX_SEQ_LENGTH, limit)
+        check_max_seq_length(self.max_seq_length, name, model_config, self.tokenizer)
         model = load_classifier(name, folder, model_config, accelerator.device, training=False)
         self.model = model.to(accelerator.device).eval()
         self.pad = Padding(self.tokenizer, multiple=1)

@@ -71,14 +71,21 @@ def build(config: TrainConfig, accelerator: Accelerator) -> Run:
     from accel_ft.data.splits import load_splits
     from accel_ft.engine.evaluation import make_eval_loader
     from accel_ft.engine.run import Run
-    from accel_ft.model.load import load_classifier, load_model_config, load_tokenizer, resolve
+    from accel_ft.model.load import (
+        check_max_seq_length,
+        load_classifier,
+        load_model_config,
+        load_tokenizer,
+        resolve,
+    )
     from accel_ft.model.optim import make_optimizer, make_scheduler, scaled_learning_rate
     from accel_ft.runtime.logging import EventLog
 
     name = config.model_name_or_path
     folder = resolve(name)
     tokenizer = load_tokenizer(name, folder)
-    load_model_config(name, folder, config.max_seq_length)
+    base_config = load_model_config(name, folder)
+    check_max_seq_length(config.max_seq_length, name, base_config, tokenizer)
     with (
         accelerator.local_main_process_first()
     ):  # one rank of a machine tokenises, the others find its cache
@@ -99,7 +106,6 @@ def build(config: TrainConfig, accelerator: Accelerator) -> Run:
     model_config = load_model_config(
         name,
         folder,
-        config.max_seq_length,
         id2label=labels,
         label2id={label: label_id for label_id, label in labels.items()},
         pad_token_id=tokenizer.pad_token_id,

@@ -7,6 +7,7 @@ import torch
 
 from accel_ft.errors import ConfigError
 from accel_ft.model.load import (
+    check_max_seq_length,
     label_names,
     load_classifier,
     load_model_config,
@@ -74,23 +75,22 @@ def test_the_hub_out_of_reach() -> None:
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be loaded"):
-        load_model_config("x", str(tmp_path), 8)
+        load_model_config("x", str(tmp_path))
 
 
 def test_more_tokens_than_positions(tiny_model: Path) -> None:
-    with pytest.raises(
-        ConfigError, match="max_seq_length=65: tiny has 64 positions. Allowed: 2-64"
-    ):
-        load_model_config("tiny", str(tiny_model), 65)
+    tokenizer = load_tokenizer("tiny", str(tiny_model))
+    with pytest.raises(ConfigError, match="max_seq_length=65: tiny sees 64 tokens. Allowed: 2-64"):
+        check_max_seq_length(65, "tiny", load_model_config("tiny", str(tiny_model)), tokenizer)
 
 
 def test_classifier_is_float32_with_label_names(tiny_model: Path, tmp_path: Path) -> None:
     names = {0: "no", 1: "yes", 2: "maybe"}
-    config = load_model_config("tiny", str(tiny_model), 64, id2label=names, label2id={})
+    config = load_model_config("tiny", str(tiny_model), id2label=names, label2id={})
     model = load_classifier("tiny", str(tiny_model), config, torch.device("cpu"))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     model.to(torch.bfloat16).save_pretrained(tmp_path)
-    saved = load_model_config("x", str(tmp_path), 64)
+    saved = load_model_config("x", str(tmp_path))
     assert label_names("x", saved) == ["no", "yes", "maybe"]
     again = load_classifier("x", str(tmp_path), saved, torch.device("cpu"))
     assert {p.dtype for p in again.parameters()} == {torch.float32}
@@ -98,4 +98,4 @@ def test_classifier_is_float32_with_label_names(tiny_model: Path, tmp_path: Path
 
 def test_an_encoder_is_no_classifier(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="is no sequence classifier"):
-        label_names("tiny", load_model_config("tiny", str(tiny_model), 64))
+        label_names("tiny", load_model_config("tiny", str(tiny_model)))
