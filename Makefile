@@ -1,0 +1,16 @@
+PYTHON ?= .venv/bin/python
+
+.PHONY: setup check test
+
+setup:
+	python3 -m venv .venv
+	.venv/bin/pip install -e '.[quickstart,dev]'
+
+check:
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy
+	$(PYTHON) -m pytest -q tests/unit/test_layering.py
+
+test:
+	$(PYTHON) -m pytest
