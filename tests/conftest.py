@@ -88,6 +88,18 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def still_model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """The tiny model without dropout."""
+    folder = tmp_path_factory.mktemp("still_model")
+    for file in tiny_model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="session")
 def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """47 rows: a size that 2, 3, 4 and 8 do not divide."""
     return write_rows(tmp_path_factory.mktemp("rows") / "train.csv", 47)

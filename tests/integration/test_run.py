@@ -11,6 +11,7 @@ import yaml
 from conftest import events_of, job_words, run_hash
 
 from accel_ft import evaluate, predict, train
+from accel_ft.config import TrainConfig, parse
 from accel_ft.errors import CheckpointError, ConfigError, UserError
 
 
@@ -64,6 +65,33 @@ def test_a_run_learns(tmp_path: Path, tiny_model: Path, rows_file: Path) -> None
     events = events_of(tmp_path / "run")
     assert events[0]["loss"] == pytest.approx(1.386, abs=0.15)
     assert [event for event in events if event["event"] == "eval"][-1]["eval_accuracy"] == 1.0
+
+
+def test_an_update_is_the_mean_over_its_global_batch(
+    tmp_path: Path, still_model: Path, rows_file: Path, odd_file: Path
+) -> None:
+    """Loss and gradient norm of a full and of the short last batch, against plain PyTorch on the whole batch."""
+    from transformers import AutoModelForSequenceClassification
+
+    from accel_ft.data.loader import Padding, collate
+    from accel_ft.runtime.launch import make_accelerator
+
+    words = job_words(still_model, rows_file, odd_file, tmp_path / "run")
+    train.main(words)
+    logged = {e["step"]: e for e in events_of(tmp_path / "run") if e["event"] == "train"}
+    twin = train.build(parse(TrainConfig, words, "train"), make_accelerator())
+    for step, num_rows in ((5, 8), (6, 7)):
+        before = tmp_path / "run" / "checkpoints" / f"step_{step - 1:08d}"
+        model = AutoModelForSequenceClassification.from_pretrained(before).train()
+        places = twin.plan.global_batch(step - 1)
+        assert len(places) == num_rows
+        batch = collate(twin.splits.train, places, Padding(twin.tokenizer, 1))
+        logits = model(batch["input_ids"], batch["attention_mask"]).logits
+        loss = torch.nn.functional.cross_entropy(logits, batch["labels"])
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert logged[step]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert logged[step]["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
 
 
 def test_its_config_reproduces_the_run(finished: Path, tmp_path: Path) -> None:

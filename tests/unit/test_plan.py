@@ -85,6 +85,15 @@ def test_every_epoch_and_seed_has_another_order() -> None:
     assert len(set(orders)) == 5
 
 
+def test_every_epoch_mixes_other_samples() -> None:
+    """Not only the order of the batches changes: hardly one batch holds the samples of another epoch's batch."""
+    plan = make_plan(512, 8)
+    batches = [
+        frozenset(plan.global_batch(step).tolist()) for step in range(2 * plan.steps_per_epoch)
+    ]
+    assert len(set(batches)) > 0.95 * len(batches)
+
+
 def test_only_the_last_batch_is_short() -> None:
     plan = make_plan(1003, 32)
     sizes = [len(plan.global_batch(step)) for step in range(plan.steps_per_epoch)]
