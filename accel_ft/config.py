@@ -21,6 +21,7 @@ from accel_ft.errors import ConfigError, nearest
 
 DATA_FILE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 
+ROW_KEYS = {"dataset_name", "train_file", "validation_file", "test_file"}
 C = TypeVar("C", bound="Config")
 Fault = tuple[tuple[str, ...], str]  # the keys it touches, the message
 
@@ -312,18 +313,18 @@ def parse(
 
 
 def run_settings(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the config.yaml of the run that `values["checkpoint"]` belongs to; {} where there is
-    none.
+    """Return the settings of the run that `values["checkpoint"]` belongs to; {} if there is none.
+
+    Rows that are named in `values` replace all of the run's.
     """
     folder = Path(str(values.get("checkpoint", "")))
-    for candidate in (
-        folder,
-        folder.parent,
-        folder.parent.parent,
-    ):  # run, run/model, run/checkpoints/step_...
-        if (candidate / "config.yaml").is_file():
-            return {key: value for key, value, _ in _read_yaml(candidate / "config.yaml")}
-    return {}
+    inside = {"model": folder.parent, "checkpoints": folder.parent.parent}
+    run = inside.get(folder.name) or inside.get(folder.parent.name) or folder
+    if not (run / "receipt.json").is_file():
+        return {}
+    settings = {key: value for key, value, _ in _read_yaml(run / "config.yaml")}
+    own_rows = ROW_KEYS & values.keys()
+    return {key: value for key, value in settings.items() if not (own_rows and key in ROW_KEYS)}
 
 
 def _parser(config_class: type[Config], prog: str) -> argparse.ArgumentParser:

@@ -131,6 +131,7 @@ def test_evaluate_takes_the_rest_from_the_run(tmp_path: Path) -> None:
     rows.touch()
     run = tmp_path / "run"
     (run / "checkpoints/step_00000001").mkdir(parents=True)
+    (run / "receipt.json").touch()
     (run / "config.yaml").write_text(
         f"text_column: body\nmax_seq_length: 64\ntest_file: {rows}\nseed: 1\n"
     )
@@ -138,6 +139,18 @@ def test_evaluate_takes_the_rest_from_the_run(tmp_path: Path) -> None:
         words = ["--checkpoint", str(folder), "--max_seq_length", "32"]
         config = parse(EvaluateConfig, words, "evaluate", run_settings)
         assert (config.text_column, config.max_seq_length, config.test_file) == ("body", 32, rows)
+    rows.rename(tmp_path / "moved.csv")
+    words = ["--checkpoint", str(run), "--validation_file", str(tmp_path / "moved.csv")]
+    config = parse(EvaluateConfig, words, "evaluate", run_settings)
+    assert (config.text_column, config.test_file) == ("body", None)
+
+
+def test_a_config_beside_a_hub_id_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.yaml").write_text("seed: 1\n")
+    monkeypatch.chdir(tmp_path)
+    assert run_settings({"checkpoint": "some/model"}) == {}
 
 
 def test_predict_needs_one_source() -> None:
