@@ -6,6 +6,7 @@ strategy, number of processes and compile belong to accelerate's YAML and are no
 """
 
 import argparse
+import os
 import sys
 import types
 import typing
@@ -106,8 +107,8 @@ class TrainConfig(DataConfig):
     """Use this many training rows, drawn at random (always the same ones)."""
     num_train_epochs: float = Field(3.0, gt=0)
     """Passes over the training rows; may be a fraction."""
-    max_steps: int | None = Field(None, ge=-1)
-    """Updates to train for, in place of num_train_epochs (-1: not set)."""
+    max_steps: int | None = Field(None, ge=1)
+    """Updates to train for, in place of num_train_epochs."""
     global_batch_size: int | None = Field(None, ge=1)
     """Samples of one update over all ranks and accumulation steps; these follow from it. 32 if
     neither it nor gradient_accumulation_steps is set."""
@@ -192,11 +193,6 @@ class TrainConfig(DataConfig):
                         "train_file or dataset_name"
                     ),
                 )
-        if self.max_steps == 0:
-            yield (
-                ("max_steps",),
-                "max_steps=0: there is nothing to train. Allowed: 1 or more, or -1 for not set",
-            )
 
 
 class EvaluateConfig(DataConfig):
@@ -226,11 +222,13 @@ class PredictConfig(Config):
     else lines.
     """
     text: str | None = None
-    """One text to label, in place of input."""
+    """One text to label, in place of input; --text=... where it begins with a dash."""
     output: str = "-"
     """File for the JSON lines, or - for standard output."""
     text_column: str = "text"
-    """Column with the text (not for plain lines)."""
+    """Column with the text (not for plain lines); the run's own where the checkpoint is of a
+    run.
+    """
     id_column: str | None = None
     """Column whose value is copied as "id"; left out: the column `id` where there is one."""
     all_scores: bool = False
@@ -291,7 +289,7 @@ def parse(
         for key, value, line in _read_yaml(Path(config_file)):
             values[key], origin[key] = value, f" ({config_file}, line {line})"
     for key, value in given.items():
-        values[key], origin[key] = _from_text(config_class.model_fields[key], value), ""
+        values[key], origin[key] = _from_text(key, config_class.model_fields[key], value), ""
     values = {
         key: value for key, value in base(values).items() if key in config_class.model_fields
     } | values
@@ -307,7 +305,8 @@ def parse(
         many = f"{len(faults)} faults in the configuration:\n  " if len(faults) > 1 else ""
         raise ConfigError(many + "\n  ".join(faults))
     if print_config:
-        sys.stdout.write(config.to_yaml())
+        if os.environ.get("RANK", "0") == "0":
+            sys.stdout.write(config.to_yaml())
         raise SystemExit(0)
     return config
 
@@ -318,9 +317,9 @@ def run_settings(values: dict[str, Any]) -> dict[str, Any]:
     Rows that are named in `values` replace all of the run's.
     """
     folder = Path(str(values.get("checkpoint", "")))
-    inside = {"model": folder.parent, "checkpoints": folder.parent.parent}
-    run = inside.get(folder.name) or inside.get(folder.parent.name) or folder
-    if not (run / "receipt.json").is_file():
+    candidates = (folder, folder.parent, folder.parent.parent)  # a run, its model, its checkpoint
+    run = next((path for path in candidates if (path / "receipt.json").is_file()), None)
+    if run is None:
         return {}
     settings = {key: value for key, value, _ in _read_yaml(run / "config.yaml")}
     own_rows = ROW_KEYS & values.keys()
@@ -368,9 +367,9 @@ def _union(annotation: Any) -> tuple[Any, ...]:
     return typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
 
 
-def _from_text(field: FieldInfo, value: Any) -> Any:
+def _from_text(key: str, field: FieldInfo, value: Any) -> Any:
     """A command-line word; `none` and `null` mean None where the key allows it."""
-    optional = type(None) in _union(field.annotation)
+    optional = type(None) in _union(field.annotation) and key != "text"  # which is what it is
     return (
         None if optional and isinstance(value, str) and value.lower() in ("none", "null") else value
     )
@@ -382,7 +381,7 @@ def _read_yaml(path: Path) -> Iterator[tuple[str, Any, int]]:
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"config={path}: cannot be read: {reason}") from error
     if root is None:

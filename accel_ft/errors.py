@@ -45,19 +45,24 @@ def run_command(main: Callable[[], None]) -> None:
     """
     try:
         main()
-    except UserError as error:
-        rank = int(os.environ.get("RANK", "0"))
-        if rank != 0:
-            time.sleep(3)
+    except (UserError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # `... | head` closed our standard output
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
+        _let_rank_0_speak_first()
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_USER_ERROR)
     except KeyboardInterrupt:
-        print(
-            "interrupted; continue with --resume_from_checkpoint latest",
-            file=sys.stderr,
-            flush=True,
-        )
+        print("interrupted", file=sys.stderr, flush=True)
         sys.exit(130)
-    except BrokenPipeError:  # `... | head` closed our standard output
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+    except Exception:  # on other ranks mostly the echo of a fault of rank 0
+        _let_rank_0_speak_first()
+        raise
+
+
+def _let_rank_0_speak_first() -> None:
+    """Hold another rank's message back: where rank 0 has one too, the launcher ends this rank
+    now.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(3)

@@ -5,10 +5,9 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -34,54 +33,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     setup_logging(accelerator.process_index)
     if accelerator.num_processes > 1:
         raise LaunchError(f"predict runs in one process, {accelerator.num_processes} were started")
-    classifier = Classifier(config, accelerator)
-    with ExitStack() as stack:
-        if config.output == "-":
-            output = sys.stdout
-        else:
-            staging = Path(config.output + ".partial")
-            output = stack.enter_context(_open_output(staging, config.output))
+    predictor = Predictor(config, accelerator)
+    with nullcontext(sys.stdout) if config.output == "-" else _open_output(config.output) as output:
         while chunk := list(islice(rows, CHUNK_ROWS)):
-            for (key, value, _), scores in zip(
-                chunk, classifier.scores([text for _, _, text in chunk]), strict=True
-            ):
-                output.write(
-                    json.dumps({key: value} | classifier.describe(scores), ensure_ascii=False)
-                    + "\n"
+            scores = predictor.scores([text for _, _, text in chunk])
+            for (key, value, _), row in zip(chunk, scores, strict=True):
+                line = json.dumps(
+                    {key: value} | predictor.describe(row), ensure_ascii=False, default=str
                 )
+                output.write(line + "\n")
             output.flush()
-    if config.output != "-":
-        staging.replace(config.output)
 
 
-class Classifier:
-    """A loaded model that scores texts."""
+class Predictor:
+    """A loaded classifier that scores texts."""
 
     def __init__(self, config: PredictConfig, accelerator: Any) -> None:
-        from accel_ft.checkpoint.state import model_folder
+        from accel_ft.checkpoint.open import open_classifier
         from accel_ft.data.loader import Padding
-        from accel_ft.model.load import (
-            check_max_seq_length,
-            label_names,
-            load_classifier,
-            load_model_config,
-            load_tokenizer,
-            position_limit,
-            resolve,
-        )
+        from accel_ft.model.load import check_max_seq_length
 
-        name = config.checkpoint
-        folder = resolve(model_folder(name))
         self.config, self.accelerator = config, accelerator
-        self.tokenizer = load_tokenizer(name, folder)
-        model_config = load_model_config(name, folder)
-        self.label_names = label_names(name, model_config)
-        limit = position_limit(model_config, self.tokenizer) or DEFAULT_MAX_SEQ_LENGTH
+        self.classifier = open_classifier(config.checkpoint, accelerator.device)
+        limit = self.classifier.limit or DEFAULT_MAX_SEQ_LENGTH
         self.max_seq_length = config.max_seq_length or min(DEFAULT_MAX_SEQ_LENGTH, limit)
-        check_max_seq_length(self.max_seq_length, name, model_config, self.tokenizer)
-        model = load_classifier(name, folder, model_config, accelerator.device, training=False)
-        self.model = model.to(accelerator.device).eval()
-        self.pad = Padding(self.tokenizer, multiple=1)
+        check_max_seq_length(self.max_seq_length, self.classifier.limit)
+        self.pad = Padding(self.classifier.tokenizer, accelerator.device)
 
     def scores(self, texts: list[str]) -> Any:
         """Return the probability of each label, float32 [len(texts), C]; batched by length, in the
@@ -94,16 +71,16 @@ class Classifier:
         from accel_ft.data.tokenize import token_ids
         from accel_ft.engine.step import forward
 
-        rows = token_ids(self.tokenizer, texts, self.max_seq_length)
-        rows = [row or [self.pad.token_id] for row in rows]
-        scores = np.empty((len(texts), len(self.label_names)), np.float32)
+        rows = token_ids(self.classifier.tokenizer, texts, self.max_seq_length)
+        scores = np.empty((len(texts), len(self.classifier.label_names)), np.float32)
         lengths = np.array([len(row) for row in rows])
         with torch.inference_mode():
             for batch in eval_batches(lengths, self.config.per_device_eval_batch_size, 1):
                 inputs = self.pad([rows[row] for row in batch])
                 with self.accelerator.autocast():
                     logits = forward(
-                        self.model, {k: v.to(self.accelerator.device) for k, v in inputs.items()}
+                        self.classifier.model,
+                        {k: v.to(self.accelerator.device) for k, v in inputs.items()},
                     )
                 scores[batch] = logits.softmax(dim=-1).cpu().numpy()
         return scores
@@ -112,18 +89,18 @@ class Classifier:
         """Return what is written of one text's scores [C]."""
         best = int(scores.argmax())
         described: dict[str, Any] = {
-            "label": self.label_names[best],
+            "label": self.classifier.label_names[best],
             "score": round(float(scores[best]), 6),
         }
         if self.config.all_scores:
-            named = zip(self.label_names, scores.tolist(), strict=True)
+            named = zip(self.classifier.label_names, scores.tolist(), strict=True)
             described["scores"] = {label: round(score, 6) for label, score in named}
         return described
 
 
 def open_rows(config: PredictConfig) -> Iterator[tuple[str, Any, str]]:
-    """Yield ("id" or "line", its value, text) of each row to label; the first row is read at once,
-    for its faults.
+    """Yield ("id", or what counts the rows: "line", "item" or "row"; its value; text) of each row
+    to label; the first row is read at once, for its faults.
     """
     if config.text is not None:
         return iter([("line", 1, config.text)])
@@ -133,7 +110,7 @@ def open_rows(config: PredictConfig) -> Iterator[tuple[str, Any, str]]:
 
 
 def _read_rows(config: PredictConfig) -> Iterator[tuple[str, Any, str]]:
-    from accel_ft.data.sources import read_records
+    from accel_ft.data.sources import read_records, text_fault
 
     path = str(config.input)
     kind = config.input_format if config.input_format != "auto" else _guess_format(path)
@@ -146,10 +123,9 @@ def _read_rows(config: PredictConfig) -> Iterator[tuple[str, Any, str]]:
                     f"Allowed: {', '.join(map(str, record))}"
                 )
         text = record[column]
-        if not isinstance(text, str):
-            raise DataError(
-                f"{path}: {place}: {column} is {json.dumps(text, default=str)}, not a text"
-            )
+        fault = text_fault(text)
+        if fault is not None:
+            raise DataError(f"{path}: {place}: {column} {fault}")
         id_column = config.id_column or ("id" if "id" in record else None)
         if id_column is not None:
             yield "id", record[id_column], text
@@ -166,13 +142,11 @@ def _guess_format(path: str) -> str:
     return suffix if suffix in ("csv", "tsv", "json", "jsonl", "parquet") else "lines"
 
 
-def _open_output(staging: Path, wanted: str) -> Any:
+def _open_output(path: str) -> Any:
     try:
-        return staging.open("w", encoding="utf-8")
+        return open(path, "w", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"output={wanted}: cannot be written: {os.strerror(error.errno or 0)}"
-        ) from error
+        raise ConfigError(f"output={path}: cannot be written: {error.strerror}") from error
 
 
 if __name__ == "__main__":

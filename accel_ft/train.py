@@ -5,13 +5,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accel_ft.config import TrainConfig, parse
-from accel_ft.errors import ConfigError, run_command
+from accel_ft.errors import CheckpointError, ConfigError, run_command
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -23,6 +25,20 @@ logger = logging.getLogger("accel_ft.train")  # run with -m, its name is __main_
 
 DEFAULT_GLOBAL_BATCH_SIZE = 32
 ORDER_HASH_STEPS = 256
+IDENTITY_KEYS = {
+    "model_name_or_path",
+    "max_seq_length",
+    "global_batch_size",
+    "seed",
+    "learning_rate",
+    "lr_scaling",
+    "lr_reference_batch_size",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "weight_decay",
+    "max_grad_norm",
+    "label_smoothing_factor",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -51,8 +67,7 @@ def fit(config: TrainConfig) -> None:
     setup_logging(accelerator.process_index)
     _check_output_dir(config)
     run = build(config, accelerator)
-    finished = [event for event in read_events(run.events.path) if event["event"] == "end"]
-    if finished and finished[-1]["step"] >= run.num_steps:
+    if is_finished(run):
         logger.info("%s is finished: nothing to do", config.output_dir)
     else:
         start_or_resume(run)
@@ -66,62 +81,57 @@ def build(config: TrainConfig, accelerator: Accelerator) -> Run:
     """Make the parts of a run: data, plan, model, optimizer, schedule, loaders."""
     from accelerate.utils import set_seed
 
-    from accel_ft.data.loader import Padding, TrainBatches
+    from accel_ft.data.loader import Batches, Padding, train_places
     from accel_ft.data.plan import Plan
     from accel_ft.data.splits import load_splits
     from accel_ft.engine.evaluation import make_eval_loader
     from accel_ft.engine.run import Run
     from accel_ft.model.load import (
         check_max_seq_length,
-        load_classifier,
+        load_for_training,
         load_model_config,
         load_tokenizer,
+        position_limit,
         resolve,
     )
     from accel_ft.model.optim import make_optimizer, make_scheduler, scaled_learning_rate
+    from accel_ft.runtime import fsdp
+    from accel_ft.runtime.launch import check_granted
     from accel_ft.runtime.logging import EventLog
 
-    name = config.model_name_or_path
-    folder = resolve(name)
-    tokenizer = load_tokenizer(name, folder)
-    base_config = load_model_config(name, folder)
-    check_max_seq_length(config.max_seq_length, name, base_config, tokenizer)
-    with (
-        accelerator.local_main_process_first()
-    ):  # one rank of a machine tokenises, the others find its cache
+    folder = resolve(config.model_name_or_path)
+    tokenizer = load_tokenizer(folder)
+    check_max_seq_length(
+        config.max_seq_length, position_limit(load_model_config(folder), tokenizer)
+    )
+    # One rank of a machine tokenises, the others find its cache.
+    with accelerator.local_main_process_first():
         splits = load_splits(config, tokenizer, config.max_train_samples)
     config, accumulation_steps = _resolve_batch(config, accelerator.num_processes)
     assert config.global_batch_size is not None
     accelerator.gradient_accumulation_steps = accumulation_steps
     num_micro_batches = accumulation_steps * accelerator.num_processes
     plan = Plan(len(splits.train), config.global_batch_size, config.seed, splits.train.lengths)
-    limited = config.max_steps is not None and config.max_steps > 0
-    num_steps = (
-        config.max_steps if limited else math.ceil(config.num_train_epochs * plan.steps_per_epoch)
-    )
-    assert num_steps is not None
+    num_steps = config.max_steps or math.ceil(config.num_train_epochs * plan.steps_per_epoch)
 
     set_seed(config.seed)  # the same new head on every rank
     labels = dict(enumerate(splits.label_names))
     model_config = load_model_config(
-        name,
         folder,
         id2label=labels,
         label2id={label: label_id for label_id, label in labels.items()},
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = load_classifier(name, folder, model_config, accelerator.device)
-    optimizer = make_optimizer(
-        model, scaled_learning_rate(config, config.global_batch_size), config.weight_decay
-    )
+    model = load_for_training(folder, model_config, accelerator.device)
+    optimizer = make_optimizer(model, scaled_learning_rate(config), config.weight_decay)
     scheduler = make_scheduler(config, optimizer, num_steps)
+    fsdp.configure(accelerator, model)
     model, optimizer = accelerator.prepare(model, optimizer)
+    check_granted(accelerator, model)
     set_seed(config.seed, device_specific=True)  # other dropout on every rank
 
-    pad = Padding(tokenizer, multiple=1 if accelerator.device.type == "cpu" else 8)
-
     def eval_loader(split: Any) -> Any:
-        return make_eval_loader(accelerator, split, config.per_device_eval_batch_size, pad)
+        return make_eval_loader(accelerator, split, config.per_device_eval_batch_size, tokenizer)
 
     return Run(
         config=config,
@@ -130,23 +140,42 @@ def build(config: TrainConfig, accelerator: Accelerator) -> Run:
         tokenizer=tokenizer,
         optimizer=optimizer,
         scheduler=scheduler,
-        train_batches=TrainBatches(splits.train, plan, num_micro_batches, num_steps, pad),
+        train_batches=Batches(
+            splits.train,
+            Padding(tokenizer, accelerator.device),
+            num_steps * num_micro_batches,
+            partial(train_places, plan, num_micro_batches),
+        ),
         validation_loader=eval_loader(splits.validation),
         test_loader=None if splits.test is None else eval_loader(splits.test),
         splits=splits,
         plan=plan,
         num_steps=num_steps,
         accumulation_steps=accumulation_steps,
-        num_micro_batches=num_micro_batches,
         identity={
-            "model": name,
             "labels": splits.label_names,
             "train_data": splits.train.fingerprint(),
-            "global_batch_size": config.global_batch_size,
-            "seed": config.seed,
+            **config.model_dump(include=IDENTITY_KEYS),
         },
         events=EventLog(config.output_dir / "metrics.jsonl", writes=accelerator.is_main_process),
     )
+
+
+def is_finished(run: Run) -> bool:
+    """Return whether the folder holds this very run, finished.
+
+    Raises:
+        CheckpointError: it holds another job's.
+    """
+    from accel_ft.checkpoint.state import check_same_run
+    from accel_ft.runtime.logging import read_events
+
+    ends = [event["step"] for event in read_events(run.events.path) if event["event"] == "end"]
+    if run.config.resume_from_checkpoint != "latest" or not ends or ends[-1] < run.num_steps:
+        return False
+    receipt = json.loads((run.output_dir / "receipt.json").read_text(encoding="utf-8"))
+    check_same_run(run.output_dir, receipt["identity"], run.identity)
+    return True
 
 
 def start_or_resume(run: Run) -> None:
@@ -161,8 +190,15 @@ def start_or_resume(run: Run) -> None:
         logger.info("resumed from %s: %d of %d updates done", folder, run.step, run.num_steps)
     elif config.resume_from_checkpoint is not None:
         logger.info("no checkpoint in %s yet: starting from the beginning", run.checkpoints)
+    later = [path for step, path in transaction.list_published(run.checkpoints) if step > run.step]
+    if later and config.resume_from_checkpoint != "latest":
+        raise CheckpointError(
+            f"resume_from_checkpoint={config.resume_from_checkpoint}: {run.checkpoints} holds "
+            "later "
+            f"ones, up to {later[-1].name}. Fix: another output_dir, or remove them yourself"
+        )
     if accelerator.is_main_process:
-        transaction.remove_leftovers(run.checkpoints)
+        transaction.remove_leftovers(run.checkpoints, later)
         run.events.rewind(run.step)
         if run.step > 0:
             run.events.write("resume", step=run.step, num_processes=accelerator.num_processes)
@@ -235,10 +271,11 @@ def _resolve_batch(config: TrainConfig, num_processes: int) -> tuple[TrainConfig
 
 def _say_farewell(run: Run, events: list[dict[str, Any]]) -> None:
     """Print accuracy, the model's path, and the command that predicts with it."""
+    model_step = events[-1]["model_step"]
     for name, words in (("eval", "validation"), ("test", "test")):
-        scores = [event for event in events if event["event"] == name]
-        if scores:
-            print(f"accuracy on the {words} rows: {scores[-1][name + '_accuracy']:.4f}")
+        for event in events:
+            if event["event"] == name and (name == "test" or event["step"] == model_step):
+                print(f"accuracy on the {words} rows: {event[name + '_accuracy']:.4f}")
     model = run.output_dir / "model"
     print(f"model: {model}")
     print(f'predict: python -m accel_ft.predict --checkpoint {model} --text "..."')

@@ -14,7 +14,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
 
-from accel_ft.checkpoint import transaction
+from accel_ft.checkpoint import convert, transaction
 from accel_ft.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ def load(accelerator: Accelerator, folder: Path, trainer_state: dict[str, Any], 
     """Load a verified checkpoint into the prepared model, optimizer and random number generators.
     Collective.
     """
-    accelerator.load_state(str(folder))
+    convert.load_any(accelerator, folder)
     accelerator.step = 0  # counts micro steps; a checkpoint stands between two updates
     if trainer_state["num_processes"] != accelerator.num_processes:
         step = trainer_state["step"]
@@ -138,29 +138,3 @@ def check_same_run(folder: Path, saved: dict[str, Any], identity: dict[str, Any]
             f"{folder}: belongs to another job. Fix: the same settings, or another output_dir\n  "
             + "\n  ".join(differences)
         )
-
-
-def model_folder(path: str) -> str:
-    """Return the Hugging Face folder inside what a user calls a checkpoint.
-
-    Args:
-        path: a run's folder (its model/, or where that is not written yet its newest checkpoint), a
-            published
-            checkpoint, or any Hugging Face folder, Hub id or package:// model, which are returned
-            as they are.
-
-    Raises:
-        CheckpointError: for a run without a checkpoint, or a damaged checkpoint.
-    """
-    folder = Path(path)
-    if (folder / transaction.MANIFEST).is_file():
-        transaction.verify(folder)
-    elif (folder / "model" / "config.json").is_file():
-        return str(folder / "model")
-    elif (folder / "checkpoints").is_dir():
-        newest = newest_sound(folder / "checkpoints")
-        if newest is None:
-            raise CheckpointError(f"{path}: has no checkpoint yet")
-        logger.warning("%s has no final model yet; taking %s", path, newest.name)
-        return str(newest)
-    return path

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from accel_ft.errors import CheckpointError
@@ -91,8 +92,14 @@ def prune(root: Path, keep: int | None, protected: int | None) -> None:
                 _remove(path)
 
 
-def remove_leftovers(root: Path) -> None:
-    """Remove staging folders of runs that were killed."""
+def remove_leftovers(root: Path, damaged: Sequence[Path] = ()) -> None:
+    """Remove staging folders of runs that were killed, and damaged checkpoints a resume passed
+    over.
+
+    Were those left, they would count as the newest when the others are pruned.
+    """
+    for path in damaged:
+        _remove(path)
     for path in root.glob(f"{STAGING_PREFIX}*"):
         shutil.rmtree(path)
 

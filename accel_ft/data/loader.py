@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from torch.utils.data import DataLoader, Dataset
 
 from accel_ft.data.plan import Ids, Plan
@@ -17,45 +18,44 @@ from accel_ft.data.splits import Split
 Batch = dict[str, torch.Tensor]
 
 
-class TrainBatches(Dataset[Batch]):
-    """The micro-batches of a whole run, numbered in (step, micro step, rank) order."""
+class Batches(Dataset[Batch]):
+    """Numbered micro-batches of a split.
+
+    Args:
+        split: where the samples come from.
+        pad: makes them a rectangle.
+        count: of micro-batches.
+        places: gives the places of micro-batch 0, 1, ...; picklable.
+    """
 
     def __init__(
-        self, split: Split, plan: Plan, num_micro_batches: int, num_steps: int, pad: "Padding"
+        self, split: Split, pad: "Padding", count: int, places: Callable[[int], Ids]
     ) -> None:
-        self.split, self.plan, self.pad = split, plan, pad
-        self.num_micro_batches, self.num_steps = num_micro_batches, num_steps
+        self.split, self.pad, self.count, self.places = split, pad, count, places
 
     def __len__(self) -> int:
-        return self.num_steps * self.num_micro_batches
+        return self.count
 
     def __getitem__(self, number: int) -> Batch:
-        step, micro_batch = divmod(number, self.num_micro_batches)
-        return collate(
-            self.split, self.plan.micro_batches(step, self.num_micro_batches)[micro_batch], self.pad
-        )
+        return collate(self.split, self.places(number), self.pad)
 
 
-class EvalBatches(Dataset[Batch]):
-    """The batches of one pass over a split."""
-
-    def __init__(self, split: Split, batches: list[Ids], pad: "Padding") -> None:
-        self.split, self.batches, self.pad = split, batches, pad
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, number: int) -> Batch:
-        return collate(self.split, self.batches[number], self.pad)
+def train_places(plan: Plan, num_micro_batches: int, number: int) -> Ids:
+    """Return the places of a run's micro-batch `number`, in (step, micro step, rank) order."""
+    step, micro_batch = divmod(number, num_micro_batches)
+    return plan.micro_batches(step, num_micro_batches)[micro_batch]
 
 
 class Padding:
-    """How token ids become a rectangle: pad token, side, and what the width is a multiple of."""
+    """How token ids become a rectangle: pad token, side, and what the width is a multiple of.
 
-    def __init__(self, tokenizer: Any, multiple: int) -> None:
+    8 suits the matrix units of accelerators; on a CPU it would only be padding.
+    """
+
+    def __init__(self, tokenizer: Any, device: torch.device) -> None:
         self.token_id = int(tokenizer.pad_token_id)
         self.left = tokenizer.padding_side == "left"
-        self.multiple = multiple
+        self.multiple = 1 if device.type == "cpu" else 8
 
     def __call__(self, rows: list[Any]) -> Batch:
         """Pad rows of token ids to input_ids and attention_mask, int64 [B, T]."""
@@ -92,22 +92,22 @@ def collate(split: Split, places: Ids, pad: Padding) -> Batch:
 
 
 def make_loader(
-    batches: Dataset[Batch], start: int, num_workers: int, pin_memory: bool
-) -> DataLoader[Batch]:
-    """Return a loader of `batches` from number `start` on, one at a time, for `Accelerator.prepare`
-    to shard.
+    accelerator: Accelerator, batches: Batches, start: int = 0, num_workers: int = 0
+) -> Any:
+    """Return a prepared loader of `batches` from number `start` on: rank r of N gets every N-th.
 
     Its own generator keeps it from drawing on torch's: an iterator made at a resume leaves
     dropout's numbers alone.
     """
-    numbers: Any = range(start, len(batches))  # type: ignore[arg-type]
+    numbers: Any = range(start, len(batches))
     first: Callable[[list[Batch]], Batch] = itemgetter(0)
-    return DataLoader(
+    loader = DataLoader(
         batches,
         batch_size=1,
         sampler=numbers,
         collate_fn=first,
         num_workers=num_workers,
-        pin_memory=pin_memory,
+        pin_memory=accelerator.device.type == "cuda",
         generator=torch.Generator(),
     )
+    return accelerator.prepare_data_loader(loader)

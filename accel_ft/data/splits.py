@@ -27,7 +27,8 @@ SPLIT_KEY = combine_key(0xACCE1F7)  # fixed: other seeds train on the same rows
 
 
 class Split:
-    """Some rows of a store. A sample id is a row number of the store.
+    """Some rows of a store. A sample's place is its number in the split, 0..n-1; its id, its row in
+    the store.
 
     Args:
         store: all rows.
@@ -184,14 +185,10 @@ def label_names(store: TokenStore) -> list[str]:
 def encode_labels(store: TokenStore, names: list[str]) -> NDArray[np.int64]:
     """Label id of each of the store's label codes, int64 [number of codes].
 
-    Integer labels of a file are taken as ids where the names are words.
-
     Raises:
         DataError: for a label that is not among `names`, with its first place.
     """
     id_of = {name: label_id for label_id, name in enumerate(names)}
-    if not any(name.isdigit() for name in names) and all(label.isdigit() for label in store.labels):
-        id_of = {str(label_id): label_id for label_id in range(len(names))}
     faults = [
         f"{place}: label {label!r} does not occur among the training rows.{nearest(label, id_of)}"
         for label, place in zip(store.labels, store.label_places, strict=True)

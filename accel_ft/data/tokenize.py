@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 
 from accel_ft.data.plan import Ids
 from accel_ft.data.sources import Row, Source
-from accel_ft.errors import DataError
 
 logger = logging.getLogger(__name__)
 
@@ -104,11 +103,10 @@ def tokenize(
     folder = cache_folder() / key
     try:
         return TokenStore(folder, source.name)
-    except FileNotFoundError:
-        pass
-    except (ValueError, KeyError) as error:
-        logger.warning("%s: damaged token cache, made anew (%s)", folder, error)
-        shutil.rmtree(folder)
+    except (OSError, ValueError, KeyError) as error:
+        if folder.exists():
+            logger.warning("%s: damaged token cache, made anew (%s)", folder, error)
+            shutil.rmtree(folder)
     logger.info("tokenising %s", source.name)
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
@@ -148,9 +146,8 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
         state.pop("truncation"), state.pop("padding")  # those change with each call
     else:
         state = [sorted(tokenizer.get_vocab().items()), str(tokenizer.init_kwargs)]
-    return hashlib.sha256(
-        json.dumps([type(tokenizer).__name__, state], sort_keys=True).encode()
-    ).hexdigest()
+    identity = [type(tokenizer).__name__, tokenizer.truncation_side, state]
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
 def _write_store(folder: Path, rows: Iterator[Row], tokenizer: Any, max_seq_length: int) -> None:
@@ -168,10 +165,6 @@ def _write_store(folder: Path, rows: Iterator[Row], tokenizer: Any, max_seq_leng
             for (place, text, label), ids in zip(
                 chunk, token_ids(tokenizer, texts, max_seq_length), strict=True
             ):
-                if not ids:
-                    raise DataError(
-                        f"{place}: its text {text[:40]!r} has no tokens at all. Fix or remove it"
-                    )
                 if label not in codes:
                     codes[label] = len(codes)
                     places.append(place)
@@ -194,7 +187,10 @@ def _write_store(folder: Path, rows: Iterator[Row], tokenizer: Any, max_seq_leng
 
 
 def token_ids(tokenizer: Any, texts: list[str], max_seq_length: int) -> list[list[int]]:
-    """Tokenise texts, cut at `max_seq_length` tokens, special tokens included."""
+    """Tokenise texts, cut at `max_seq_length` tokens, special tokens included.
+
+    A text without any token, under a tokenizer without special tokens, becomes one pad token.
+    """
     ids: list[list[int]] = tokenizer(
         texts,
         truncation=True,
@@ -202,7 +198,7 @@ def token_ids(tokenizer: Any, texts: list[str], max_seq_length: int) -> list[lis
         return_attention_mask=False,
         return_token_type_ids=False,
     )["input_ids"]
-    return ids
+    return [row or [tokenizer.pad_token_id] for row in ids]
 
 
 def _map(path: Path, dtype: type, length: int) -> NDArray[Any]:

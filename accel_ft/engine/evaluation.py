@@ -10,21 +10,23 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import nn
 
-from accel_ft.data.loader import EvalBatches, Padding, make_loader
+from accel_ft.data.loader import Batches, Padding, make_loader
 from accel_ft.data.plan import eval_batches
 from accel_ft.data.splits import Split
 from accel_ft.engine.step import forward
 from accel_ft.metrics import classification_metrics
 
 
-def make_eval_loader(accelerator: Accelerator, split: Split, batch_size: int, pad: Padding) -> Any:
+def make_eval_loader(
+    accelerator: Accelerator, split: Split, batch_size: int, tokenizer: Any
+) -> Any:
     """Return a prepared loader of one pass over `split`: the same batches whatever the number of
     ranks.
     """
-    places = np.arange(len(split), dtype=np.int64)
-    batches = eval_batches(split.lengths(places), batch_size, accelerator.num_processes)
-    pin = accelerator.device.type == "cuda"
-    return accelerator.prepare_data_loader(make_loader(EvalBatches(split, batches, pad), 0, 0, pin))
+    lengths = split.lengths(np.arange(len(split), dtype=np.int64))
+    batches = eval_batches(lengths, batch_size, accelerator.num_processes)
+    pad = Padding(tokenizer, accelerator.device)
+    return make_loader(accelerator, Batches(split, pad, len(batches), batches.__getitem__))
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ def train(run: Run) -> None:
     """Train from update `run.step` to the last one, then leave the final model."""
     accelerator, model, optimizer = run.accelerator, run.model, run.optimizer
     max_grad_norm = run.config.max_grad_norm or float("inf")
-    micro_batches = iter(run.train_loader())
+    micro_batches = iter(run.start())
     model.train()
     while run.step < run.num_steps:
         # The weight of the whole global batch is known from the plan, without asking the other

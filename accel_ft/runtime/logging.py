@@ -83,11 +83,11 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a metrics.jsonl; a last line cut short by a kill is passed over."""
+    """Yield the events of a metrics.jsonl; a line cut short by a kill is passed over."""
     if not path.exists():
         return
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             yield json.loads(line)
         except json.JSONDecodeError:
-            return
+            continue

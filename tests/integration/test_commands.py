@@ -38,6 +38,28 @@ def test_killed_and_resumed_is_bit_identical(
     assert run_hash(killed) == run_hash(tmp_path / "whole")
 
 
+def test_a_compiled_run_leaves_a_plain_model(
+    tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path
+) -> None:
+    """compile is the launcher's business; neither checkpoint nor model shows it."""
+    from safetensors.torch import load_file
+
+    words = [*job_words(tiny_model, rows_file, odd_file, tmp_path / "run"), "--max_steps", 2]
+    launch("cpu.yaml", "--dynamo_backend", "eager", "-m", "accel_ft.train", *words)
+    receipt = json.loads((tmp_path / "run" / "receipt.json").read_text())
+    assert receipt["strategy"]["compile"] == "EAGER"
+    for folder in ("model", "checkpoints/step_00000002"):
+        names = load_file(tmp_path / "run" / folder / "model.safetensors")
+        assert "bert.embeddings.word_embeddings.weight" in names
+    first, second = (
+        run(
+            "python", "-m", "accel_ft.predict", "--checkpoint", tmp_path / "run", "--text", "goal"
+        ).stdout
+        for _ in range(2)
+    )
+    assert first == second
+
+
 FAULTS = {
     "wrong key": (
         ["--lerning_rate", "1"],

@@ -85,7 +85,7 @@ def test_an_update_is_the_mean_over_its_global_batch(
         model = AutoModelForSequenceClassification.from_pretrained(before).train()
         places = twin.plan.global_batch(step - 1)
         assert len(places) == num_rows
-        batch = collate(twin.splits.train, places, Padding(twin.tokenizer, 1))
+        batch = collate(twin.splits.train, places, Padding(twin.tokenizer, torch.device("cpu")))
         logits = model(batch["input_ids"], batch["attention_mask"]).logits
         loss = torch.nn.functional.cross_entropy(logits, batch["labels"])
         loss.backward()
@@ -160,7 +160,7 @@ def test_latest_with_no_checkpoint_starts(
     words = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run")]
     train.main([*words, "--resume_from_checkpoint", "latest", "--max_steps", "2"])
     assert "starting from the beginning" in capsys.readouterr().err
-    assert events_of(tmp_path / "run")[-1] == {"event": "end", "step": 2}
+    assert events_of(tmp_path / "run")[-1] == {"event": "end", "step": 2, "model_step": 2}
 
 
 def test_a_finished_run_goes_on_when_given_more_epochs(finished: Path, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_finished_run_goes_on_when_given_more_epochs(finished: Path, tmp_path:
     train.main([*words, "--max_steps", "4", "--resume_from_checkpoint", "latest"])
     events = events_of(run)
     assert [e["step"] for e in events if e["event"] == "train"] == [1, 2, 3, 4]
-    assert events[-1] == {"event": "end", "step": 4}
+    assert events[-1] == {"event": "end", "step": 4, "model_step": 4}
 
 
 def test_a_folder_with_a_run_is_not_overwritten(finished: Path) -> None:
@@ -202,6 +202,52 @@ def test_another_jobs_folder_is_refused(finished: Path, tmp_path: Path) -> None:
         )
 
 
+def test_a_finished_run_is_not_taken_for_another(finished: Path) -> None:
+    """Changed settings on a finished folder are told, not passed over with the old result."""
+    words = ["--config", str(finished / "config.yaml"), "--resume_from_checkpoint", "latest"]
+    with pytest.raises(
+        CheckpointError, match="learning_rate: 0.001 in the checkpoint, 0.01 in this job"
+    ):
+        train.main([*words, "--learning_rate", "0.01"])
+
+
+def test_going_back_does_not_orphan_later_checkpoints(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run")]
+    third = str(tmp_path / "run" / "checkpoints" / "step_00000003")
+    with pytest.raises(
+        CheckpointError, match="holds later ones, up to step_00000012. Fix: another output_dir"
+    ):
+        train.main([*words, "--resume_from_checkpoint", third])
+    assert len(events_of(tmp_path / "run")) == len(events_of(finished))
+    elsewhere = [*words[:-1], str(tmp_path / "branch"), "--resume_from_checkpoint", third]
+    train.main(elsewhere)
+    assert run_hash(tmp_path / "branch")["model"] == run_hash(finished)["model"]
+
+
+def test_damaged_ones_do_not_outlive_the_sound(finished: Path, tmp_path: Path) -> None:
+    """11 and 12 damaged, resumed at 10, pruned to two: what is left is what this run saved."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    (run / "metrics.jsonl").unlink()
+    for step in (11, 12):
+        (run / "checkpoints" / f"step_{step:08d}" / "optimizer.bin").unlink()
+    words = [
+        "--config",
+        str(finished / "config.yaml"),
+        "--output_dir",
+        str(run),
+        "--save_total_limit",
+        "2",
+    ]
+    train.main([*words, "--resume_from_checkpoint", "latest"])
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        "step_00000011",
+        "step_00000012",
+    ]
+    assert run_hash(run)["optimizer"] == run_hash(finished)["optimizer"]
+
+
 def test_damaged_checkpoint(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -230,7 +276,9 @@ def test_damaged_checkpoint(
     assert run_hash(run)["optimizer"] == run_hash(finished)["optimizer"]
 
 
-def test_best_model_is_kept_and_taken(finished: Path, tmp_path: Path) -> None:
+def test_best_model_is_kept_and_taken(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Evaluated each update and pruned to two, the best checkpoint survives and becomes the model."""
     run = tmp_path / "run"
     words = [
@@ -245,11 +293,14 @@ def test_best_model_is_kept_and_taken(finished: Path, tmp_path: Path) -> None:
         *words, "--load_best_model_at_end", "--eval_steps", "1", "--save_steps", "5", "--save_total_limit", "2",
         "--metric_for_best_model", "loss",
     ])  # fmt: skip
+    said = capsys.readouterr().out
     losses = {e["step"]: e["eval_loss"] for e in events_of(run) if e["event"] == "eval"}
     best = min(losses, key=lambda step: (losses[step], step))
     kept = [path.name for path in (run / "checkpoints").iterdir()]
     assert f"step_{best:08d}" in kept
     assert len(kept) <= 3
+    accuracy = {e["step"]: e["eval_accuracy"] for e in events_of(run) if e["event"] == "eval"}[best]
+    assert f"accuracy on the validation rows: {accuracy:.4f}\n" in said
     from safetensors.torch import load_file
 
     ours = load_file(run / "model" / "model.safetensors")
@@ -263,6 +314,26 @@ def test_divergence_is_an_error(finished: Path, tmp_path: Path) -> None:
         train.main(
             [*words, "--learning_rate", "1e30", "--warmup_steps", "0", "--max_grad_norm", "0"]
         )
+
+
+def test_divergence_never_replaces_the_sound_checkpoints(finished: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    run = tmp_path / "run"
+    words = [
+        "--config",
+        str(finished / "config.yaml"),
+        "--output_dir",
+        str(run),
+        "--logging_steps",
+        "10",
+    ]
+    words += ["--learning_rate", "1e30", "--warmup_steps", "3", "--save_total_limit", "2"]
+    with pytest.raises(UserError, match="training has diverged"):
+        train.main(words)
+    oldest = min((run / "checkpoints").iterdir())
+    weights = load_file(oldest / "model.safetensors")
+    assert all(torch.isfinite(value).all() for value in weights.values())
 
 
 def test_transformers_opens_model_and_checkpoint(finished: Path) -> None:

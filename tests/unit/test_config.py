@@ -58,7 +58,7 @@ def test_all_faults_at_once_with_their_places(tmp_path: Path) -> None:
     assert "train_file=no/rows.csv: there is no such file" in message
     assert "seed: no value given. Allowed: INT" in message
     assert "weight_decay=-1: Input should be greater than or equal to 0" in message
-    assert "max_steps=0: there is nothing to train" in message
+    assert "max_steps=0: Input should be greater than or equal to 1" in message
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Token store, splits and batches: from rows on disk to the tensors of a micro-batch."""
 
 import pickle
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,16 @@ from conftest import write_rows
 
 from accel_ft.config import TrainConfig, parse
 from accel_ft.data import tokenize as tokenize_module
-from accel_ft.data.loader import Padding, TrainBatches, collate, make_loader
+from accel_ft.data.loader import Batches, Padding, collate, make_loader, train_places
 from accel_ft.data.plan import Plan
 from accel_ft.data.sources import file_source
 from accel_ft.data.splits import Split, Splits, load_eval_split, load_splits
 from accel_ft.data.tokenize import TokenStore, cache_folder, tokenize
 from accel_ft.errors import ConfigError, DataError
 from accel_ft.model.load import load_tokenizer
+from accel_ft.runtime.launch import make_accelerator
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +30,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def tokenizer(tiny_model: Path):
-    return load_tokenizer("tiny", str(tiny_model))
+    return load_tokenizer(str(tiny_model))
 
 
 def store_of(path: Path, tokenizer, max_seq_length: int = 16) -> TokenStore:
@@ -63,12 +67,21 @@ def test_tokenised_once_and_found_by_content(
 def test_another_cut_or_tokenizer_is_another_store(
     rows_file: Path, tokenizer, tiny_model: Path
 ) -> None:
-    other = load_tokenizer("tiny", str(tiny_model))
+    other = load_tokenizer(str(tiny_model))
     other.add_tokens(["treaty2"])
+    left = load_tokenizer(str(tiny_model))
+    left.truncation_side = "left"
+    assert store_of(rows_file, left, 8).fingerprint != store_of(rows_file, tokenizer, 8).fingerprint
     prints = {
         store_of(rows_file, tok, cut).fingerprint for tok in (tokenizer, other) for cut in (8, 16)
     }
     assert len(prints) == 4
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "meta.json"])
+def test_store_with_a_missing_file_is_made_again(rows_file: Path, tokenizer, name: str) -> None:
+    (store_of(rows_file, tokenizer).folder / name).unlink()
+    assert len(store_of(rows_file, tokenizer)) == 47
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin", "labels.bin", "meta.json"])
@@ -145,14 +158,17 @@ def test_one_class_only(tmp_path: Path, tokenizer) -> None:
         splits_of(tokenizer, "--train_file", str(path))
 
 
-def test_integer_labels_of_a_file_mean_ids_of_a_named_model(tmp_path: Path, tokenizer) -> None:
+def test_integer_labels_are_not_guessed(tmp_path: Path, tokenizer) -> None:
+    """Names are ordered by alphabet, a file's integers perhaps not: 0 may be World, not Business."""
     path = tmp_path / "rows.csv"
     path.write_text("text,label\na,1\nb,0\n")
     config = parse(TrainConfig, ["--train_file", str(path), "--test_file", str(path)], "train")
-    name, split = load_eval_split(config, tokenizer, ["no", "yes"], None)
+    with pytest.raises(DataError, match="label '1' does not occur"):
+        load_eval_split(config, tokenizer, ["no", "yes"], None)
+    name, split = load_eval_split(config, tokenizer, ["0", "1"], None)
     assert (name, split.labels(np.arange(2)).tolist()) == ("test", [1, 0])
     with pytest.raises(ConfigError, match="the job names no test rows"):
-        load_eval_split(config.resolved(test_file=None), tokenizer, ["no", "yes"], "test")
+        load_eval_split(config.resolved(test_file=None), tokenizer, ["0", "1"], "test")
 
 
 def whole(path: Path, tokenizer) -> Split:
@@ -162,20 +178,20 @@ def whole(path: Path, tokenizer) -> Split:
 
 def test_padding_and_filling(rows_file: Path, tokenizer) -> None:
     split = whole(rows_file, tokenizer)
-    batch = collate(split, np.array([3, 9]), Padding(tokenizer, multiple=8))
+    batch = collate(split, np.array([3, 9]), Padding(tokenizer, torch.device("cuda")))
     lengths = split.lengths(np.array([3, 9]))
     assert batch["input_ids"].shape[1] % 8 == 0
     assert batch["attention_mask"].sum(1).tolist() == lengths.tolist()
     assert batch["input_ids"][0, : lengths[0]].tolist() == split.tokens(np.array([3]))[0].tolist()
     assert (batch["input_ids"][batch["attention_mask"] == 0] == 0).all()
     assert (batch["weights"].tolist(), batch["places"].tolist()) == ([1, 1], [3, 9])
-    filler = collate(split, np.array([], np.int64), Padding(tokenizer, multiple=1))
+    filler = collate(split, np.array([], np.int64), Padding(tokenizer, CPU))
     assert (filler["weights"].tolist(), filler["places"].tolist()) == ([0], [-1])
     assert filler["attention_mask"].all()  # an all-masked row could turn into NaN
 
 
 def test_left_padding(rows_file: Path, tokenizer) -> None:
-    pad = Padding(tokenizer, 1)
+    pad = Padding(tokenizer, CPU)
     pad.left = True
     assert pad([[5, 6, 7], [8]])["input_ids"].tolist() == [[5, 6, 7], [0, 0, 8]]
 
@@ -186,11 +202,14 @@ def test_loader_starts_anywhere_and_leaves_random_numbers_alone(
 ) -> None:
     split = whole(rows_file, tokenizer)
     plan = Plan(len(split), 8, 0, split.lengths)
-    batches = TrainBatches(split, plan, 2, 12, Padding(tokenizer, 1))
+    batches = Batches(split, Padding(tokenizer, CPU), 24, partial(train_places, plan, 2))
     assert len(batches) == 24
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    read = [batch["places"].tolist() for batch in make_loader(batches, 5, num_workers, False)]
+    read = [
+        batch["places"].tolist()
+        for batch in make_loader(make_accelerator(), batches, 5, num_workers)
+    ]
     assert torch.equal(before, torch.get_rng_state())
     expected = [part.tolist() or [-1] for step in range(12) for part in plan.micro_batches(step, 2)]
     assert read == expected[5:]

@@ -1,17 +1,19 @@
 import hashlib
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from accel_ft.errors import ConfigError
+from accel_ft.errors import CheckpointError, ConfigError
 from accel_ft.model.load import (
     check_max_seq_length,
-    label_names,
-    load_classifier,
+    load_for_inference,
+    load_for_training,
     load_model_config,
     load_tokenizer,
+    position_limit,
     resolve,
 )
 
@@ -70,32 +72,85 @@ def test_names_that_lead_nowhere(package: Path, name: str, words: str) -> None:
 
 def test_the_hub_out_of_reach() -> None:
     with pytest.raises(ConfigError, match="the Hub cannot be reached(.|\n)*quickstart"):
-        load_tokenizer("distilbert/no-such-model", "distilbert/no-such-model")
+        load_tokenizer("distilbert/no-such-model")
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be loaded"):
-        load_model_config("x", str(tmp_path))
+        load_model_config(str(tmp_path))
 
 
 def test_more_tokens_than_positions(tiny_model: Path) -> None:
-    tokenizer = load_tokenizer("tiny", str(tiny_model))
-    with pytest.raises(ConfigError, match="max_seq_length=65: tiny sees 64 tokens. Allowed: 2-64"):
-        check_max_seq_length(65, "tiny", load_model_config("tiny", str(tiny_model)), tokenizer)
+    limit = position_limit(load_model_config(str(tiny_model)), load_tokenizer(str(tiny_model)))
+    check_max_seq_length(64, limit)
+    with pytest.raises(ConfigError, match="max_seq_length=65: the model sees 64 tokens"):
+        check_max_seq_length(65, limit)
+
+
+CPU = torch.device("cpu")
+
+
+def classifier(folder: Path, num_labels: int) -> Any:
+    names = {label_id: f"label {label_id}" for label_id in range(num_labels)}
+    config = load_model_config(str(folder), id2label=names, label2id={})
+    return load_for_training(str(folder), config, CPU)
 
 
 def test_classifier_is_float32_with_label_names(tiny_model: Path, tmp_path: Path) -> None:
-    names = {0: "no", 1: "yes", 2: "maybe"}
-    config = load_model_config("tiny", str(tiny_model), id2label=names, label2id={})
-    model = load_classifier("tiny", str(tiny_model), config, torch.device("cpu"))
+    model = classifier(tiny_model, 3)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     model.to(torch.bfloat16).save_pretrained(tmp_path)
-    saved = load_model_config("x", str(tmp_path))
-    assert label_names("x", saved) == ["no", "yes", "maybe"]
-    again = load_classifier("x", str(tmp_path), saved, torch.device("cpu"))
+    saved = load_model_config(str(tmp_path))
+    assert saved.id2label == {0: "label 0", 1: "label 1", 2: "label 2"}
+    again = load_for_inference(str(tmp_path), saved)
     assert {p.dtype for p in again.parameters()} == {torch.float32}
+
+
+def test_a_classifier_gets_a_new_head_for_other_labels(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    classifier(tiny_model, 3).save_pretrained(tmp_path)
+    with caplog.at_level("INFO"):
+        assert classifier(tmp_path, 2).classifier.weight.shape == (2, 32)
+    assert "drawn anew: classifier.bias, classifier.weight" in caplog.text
+
+
+def test_inference_wants_every_weight(tiny_model: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    classifier(tiny_model, 3).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights.pop("classifier.bias")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="weights are missing: .*classifier.bias"):
+        load_for_inference(str(tmp_path), load_model_config(str(tmp_path)))
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_broken_files_are_one_message(tiny_model: Path, tmp_path: Path, file: str) -> None:
+    classifier(tiny_model, 3).save_pretrained(tmp_path)
+    load_tokenizer(str(tiny_model)).save_pretrained(tmp_path)
+    (tmp_path / file).write_text('{"broken"')
+
+    def load_all() -> None:
+        load_for_inference(str(tmp_path), load_model_config(str(tmp_path)))
+        load_tokenizer(str(tmp_path))
+
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load_all()
 
 
 def test_an_encoder_is_no_classifier(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="is no sequence classifier"):
-        label_names("tiny", load_model_config("tiny", str(tiny_model)))
+        load_for_inference(str(tiny_model), load_model_config(str(tiny_model)))
+
+
+def test_a_run_with_a_slip_of_the_pen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs" / "quickstart").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ConfigError,
+        match="checkpoint=runs/quikstart: there is no such folder. Did you mean `runs/quickstart`",
+    ):
+        resolve("runs/quikstart", "checkpoint")
+    assert resolve("runs/bert") == "runs/bert"  # a Hub id

@@ -89,10 +89,9 @@ def test_metrics_leave_random_numbers_alone() -> None:
 
 
 def test_learning_rate_scaling() -> None:
-    config = TrainConfig(learning_rate=1e-4, lr_reference_batch_size=32)
+    config = TrainConfig(learning_rate=1e-4, lr_reference_batch_size=32, global_batch_size=128)
     rates = {
-        k: scaled_learning_rate(config.resolved(lr_scaling=k), 128)
-        for k in ("none", "linear", "sqrt")
+        k: scaled_learning_rate(config.resolved(lr_scaling=k)) for k in ("none", "linear", "sqrt")
     }
     assert rates == pytest.approx({"none": 1e-4, "linear": 4e-4, "sqrt": 2e-4})
 

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from accel_ft.checkpoint import state, transaction
+from accel_ft.checkpoint.open import model_folder
 from accel_ft.errors import CheckpointError
 
 
@@ -86,13 +87,13 @@ def test_what_a_user_calls_a_checkpoint(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="has no checkpoint yet"):
-        state.model_folder(str(run))
+        model_folder(str(run))
     newest = publish(run / "checkpoints", 3)
-    assert state.model_folder(str(run)) == str(newest) == state.model_folder(str(newest))
+    assert model_folder(str(run)) == str(newest) == model_folder(str(newest))
     (run / "model").mkdir()
     (run / "model" / "config.json").touch()
-    assert state.model_folder(str(run)) == str(run / "model")
-    assert state.model_folder("some/hub-id") == "some/hub-id"
+    assert model_folder(str(run)) == str(run / "model")
+    assert model_folder("some/hub-id") == "some/hub-id"
     (newest / "weights").unlink()
     with pytest.raises(CheckpointError, match="missing files"):
-        state.model_folder(str(newest))
+        model_folder(str(newest))

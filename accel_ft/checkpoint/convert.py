@@ -1,0 +1,102 @@
+"""A checkpoint of one strategy under another, and out of any of them.
+
+One process and DDP write model.safetensors and optimizer.bin; FSDP writes a torch distributed
+checkpoint each for model and optimizer, whose shards name their place in the whole and so load into
+any number of ranks, or into none.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.checkpointing import load_accelerator_state
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+
+WEIGHTS = "model.safetensors"
+OPTIMIZER = "optimizer.bin"
+SHARDED_WEIGHTS = "pytorch_model_fsdp_0"
+SHARDED_OPTIMIZER = "optimizer_0"
+
+
+def is_sharded(folder: Path) -> bool:
+    """Return whether a checkpoint holds shards."""
+    return (folder / SHARDED_WEIGHTS).is_dir()
+
+
+def load_any(accelerator: Accelerator, folder: Path) -> None:
+    """Load a verified checkpoint, saved under any strategy, into the prepared model and optimizer.
+    Collective.
+
+    Shards stay shards; a whole checkpoint that FSDP loads is read by rank 0 and dealt out.
+    """
+    under_fsdp = accelerator.distributed_type == DistributedType.FSDP
+    if is_sharded(folder) == under_fsdp:
+        accelerator.load_state(str(folder))
+        return
+    (model,), (optimizer,) = accelerator._models, accelerator._optimizers
+    if under_fsdp:
+        _deal_out(accelerator, folder, model, optimizer.optimizer)
+    else:
+        _gather_up(folder, accelerator.unwrap_model(model), optimizer.optimizer)
+    # Random numbers and loss scaler: the same files under every strategy.
+    load_accelerator_state(
+        str(folder), [], [], [], [], accelerator.process_index, accelerator.scaler
+    )
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return a verified checkpoint's weights by name, on the CPU, in one process; memory is the
+    model's size.
+    """
+    if not is_sharded(folder):
+        return load_file(folder / WEIGHTS)
+    reader = FileSystemReader(folder / SHARDED_WEIGHTS)
+    weights = {
+        name.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    load_shards({"model": weights}, storage_reader=reader, no_dist=True)
+    return weights
+
+
+def _deal_out(accelerator: Accelerator, folder: Path, model: Any, optimizer: Any) -> None:
+    weights: dict[str, Any] = {}
+    moments: dict[str, Any] = {}
+    if accelerator.is_main_process:
+        weights = load_file(folder / WEIGHTS)
+        saved = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
+        name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+        names = [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        moments = {
+            "state": {names[number]: values for number, values in saved["state"].items()},
+            "param_groups": [
+                group | {"params": [names[number] for number in group["params"]]}
+                for group in saved["param_groups"]
+            ],
+        }
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=options)
+    set_optimizer_state_dict(model, optimizer, moments, options=options)
+
+
+def _gather_up(folder: Path, model: Any, optimizer: Any) -> None:
+    weights, moments = get_state_dict(model, optimizer)
+    for key, state, name in (
+        ("model", weights, SHARDED_WEIGHTS),
+        ("optimizer", moments, SHARDED_OPTIMIZER),
+    ):
+        load_shards({key: state}, storage_reader=FileSystemReader(folder / name), no_dist=True)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)

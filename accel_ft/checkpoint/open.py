@@ -1,0 +1,76 @@
+"""What a user calls a checkpoint -> a classifier ready to predict."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_ft.checkpoint import convert, transaction
+from accel_ft.checkpoint.state import newest_sound
+from accel_ft.errors import CheckpointError
+from accel_ft.model import load
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """A finished classifier.
+
+    Attributes:
+        folder: it was read from.
+        model: in float32, on its device, in evaluation mode.
+        tokenizer: its own.
+        label_names: by id.
+        limit: tokens it can see, None for no limit.
+    """
+
+    folder: str
+    model: Any
+    tokenizer: Any
+    label_names: list[str]
+    limit: int | None
+
+
+def open_classifier(checkpoint: str, device: torch.device) -> Classifier:
+    """Open a run, a published checkpoint of any strategy, a Hugging Face folder, Hub id or
+    package:// model.
+
+    Raises:
+        ConfigError, CheckpointError: where it cannot be had, is damaged or is no classifier.
+    """
+    folder = load.resolve(model_folder(checkpoint), "checkpoint")
+    tokenizer = load.load_tokenizer(folder, "checkpoint")
+    config = load.load_model_config(folder, "checkpoint")
+    weights = convert.read_weights(Path(folder)) if convert.is_sharded(Path(folder)) else None
+    model = load.load_for_inference(folder, config, weights).to(device).eval()
+    names = [str(config.id2label[label_id]) for label_id in range(config.num_labels)]
+    return Classifier(folder, model, tokenizer, names, load.position_limit(config, tokenizer))
+
+
+def model_folder(path: str) -> str:
+    """Return the Hugging Face folder inside what a user calls a checkpoint.
+
+    Args:
+        path: a run's folder (its model/, or where that is not written yet its newest checkpoint), a
+            published
+            checkpoint, or any Hugging Face folder, Hub id or package:// model, which are returned
+            as they are.
+
+    Raises:
+        CheckpointError: for a run without a checkpoint, or a damaged checkpoint.
+    """
+    folder = Path(path)
+    if (folder / transaction.MANIFEST).is_file():
+        transaction.verify(folder)
+    elif (folder / "model" / "config.json").is_file():
+        return str(folder / "model")
+    elif (folder / "checkpoints").is_dir():
+        newest = newest_sound(folder / "checkpoints")
+        if newest is None:
+            raise CheckpointError(f"{path}: has no checkpoint yet")
+        logger.warning("%s has no final model yet; taking %s", path, newest.name)
+        return str(newest)
+    return path

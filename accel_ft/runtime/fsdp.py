@@ -1,0 +1,86 @@
+"""FSDP as it is meant: real on the CPU too, the model's own layers wrapped, gradients summed in
+float32.
+"""
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+def make_real_on_cpu(accelerator: Accelerator) -> None:
+    """Turn ranks on the CPU into FSDP2, which accelerate does for accelerators only.
+
+    The YAML's FSDP settings are in the environment; `Accelerator` has read them and dropped them.
+    """
+    plugin = FullyShardedDataParallelPlugin()
+    if accelerator.mixed_precision != "no":
+        plugin.set_mixed_precision(accelerator.mixed_precision)
+    for state in (PartialState, AcceleratorState):
+        state._shared_state["distributed_type"] = DistributedType.FSDP
+    AcceleratorState._shared_state["fsdp_plugin"] = plugin
+
+
+def configure(accelerator: Accelerator, model: nn.Module) -> None:
+    """Settle what the YAML leaves open, before `Accelerator.prepare` shards the model.
+
+    The layers to wrap are worked out where none is named. Gradients are reduced in float32, as
+    under DDP; accelerate's policy would reduce them in the compute type.
+    """
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    if accelerator.distributed_type != DistributedType.FSDP or plugin is None:
+        return
+    if plugin.transformer_cls_names_to_wrap is None:
+        plugin.transformer_cls_names_to_wrap = layer_classes(model)
+    if plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=plugin.mixed_precision_policy.param_dtype,
+            reduce_dtype=torch.float32,
+            output_dtype=torch.float32,
+        )
+    elif plugin.fsdp_version == 1 and plugin.mixed_precision_policy is not None:
+        plugin.mixed_precision_policy.reduce_dtype = torch.float32
+
+
+def layer_classes(model: nn.Module) -> list[str]:
+    """Return the class names of the model's repeated layers: of the ModuleLists of one class each,
+    those that stand in no other, largest first, as long as they are of a like size.
+
+    `_no_split_modules` is no help: BERT's names its embeddings too, which FSDP2 cannot wrap so.
+    """
+    sizes: dict[str, int] = {}
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and module not in inside and len(module) > 0:
+            inside |= set(module.modules())
+            names = {type(layer).__name__ for layer in module}
+            if len(names) == 1:
+                (name,) = names
+                size = sum(parameter.numel() for parameter in module.parameters())
+                sizes[name] = sizes.get(name, 0) + size
+    largest = max(sizes.values(), default=0)
+    return sorted(name for name, size in sizes.items() if 4 * size >= largest)
+
+
+def strategy_of(model: nn.Module) -> str:
+    """Return what `Accelerator.prepare` made of a model: DDP, FSDP, or one process.
+
+    FSDP2 counts only where every trainable parameter is spread over the ranks and the repeated
+    layers are wrapped one by one.
+    """
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        return "DDP"
+    if isinstance(model, FullyShardedDataParallel):
+        return "FSDP"
+    wrapped = sum(isinstance(module, FSDPModule) for module in model.modules())
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if wrapped == 0:
+        return "one process"
+    whole = sum(not isinstance(parameter, DTensor) for parameter in trainable)
+    return "FSDP" if whole == 0 and wrapped > 1 else f"FSDP, {wrapped} units, {whole} whole tensors"
