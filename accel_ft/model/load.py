@@ -184,17 +184,22 @@ def load_for_inference(
         ConfigError: it is no classifier, or cannot be had.
         CheckpointError: some of its weights are missing.
     """
+    from transformers import AutoModelForSequenceClassification
+
     kinds = config.architectures or ()
     if not any("SequenceClassification" in kind for kind in kinds):
         raise ConfigError(f"checkpoint={folder}: is no sequence classifier but {kinds}")
-    own = {} if weights is None else {"state_dict": weights}
-    model, missing = _load("checkpoint", folder if weights is None else None, config=config, **own)
+    if weights is None:
+        model, missing = _load("checkpoint", folder, config=config)
+    else:
+        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+        missing = model.load_state_dict(weights, strict=False).missing_keys
     if missing:
         raise CheckpointError(f"checkpoint={folder}: weights are missing: {sorted(missing)}")
     return model
 
 
-def _load(key: str, folder: str | None, **kwargs: Any) -> tuple[Any, set[Any]]:
+def _load(key: str, folder: str, **kwargs: Any) -> tuple[Any, set[Any]]:
     """Return a model and the names of its parameters that were not loaded."""
     from transformers import AutoModelForSequenceClassification
 
@@ -205,12 +210,12 @@ def _load(key: str, folder: str | None, **kwargs: Any) -> tuple[Any, set[Any]]:
     return model, set(info["missing_keys"]) | set(info["mismatched_keys"])
 
 
-def _from_pretrained(key: str, folder: str | None, load: Callable[..., T], **kwargs: Any) -> T:
-    reachable = folder is None or Path(folder).is_dir() or hub_reachable()
+def _from_pretrained(key: str, folder: str, load: Callable[..., T], **kwargs: Any) -> T:
+    reachable = Path(folder).is_dir() or hub_reachable()
     try:
         return load(folder, **kwargs)
     except Exception as error:  # other people's files fail in any way
         if not reachable:
-            raise ConfigError(unreachable_message(key, str(folder))) from error
+            raise ConfigError(unreachable_message(key, folder)) from error
         reason = (str(error).strip().splitlines() or [repr(error)])[0]
         raise ConfigError(f"{key}={folder}: cannot be loaded: {reason}") from error

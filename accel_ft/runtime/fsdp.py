@@ -10,8 +10,11 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+
+from accel_ft.errors import LaunchError
 
 
 def make_real_on_cpu(accelerator: Accelerator) -> None:
@@ -38,6 +41,12 @@ def configure(accelerator: Accelerator, model: nn.Module) -> None:
         return
     if plugin.transformer_cls_names_to_wrap is None:
         plugin.transformer_cls_names_to_wrap = layer_classes(model)
+    present = {type(module).__name__ for module in model.modules()}
+    for name in set(plugin.transformer_cls_names_to_wrap) - present:
+        raise LaunchError(
+            f"fsdp_transformer_layer_cls_to_wrap={name}: the model has no such layer. "
+            f"Allowed: {', '.join(layer_classes(model))}, or leave it out"
+        )
     if plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
         plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=plugin.mixed_precision_policy.param_dtype,
@@ -71,16 +80,28 @@ def layer_classes(model: nn.Module) -> list[str]:
 def strategy_of(model: nn.Module) -> str:
     """Return what `Accelerator.prepare` made of a model: DDP, FSDP, or one process.
 
-    FSDP2 counts only where every trainable parameter is spread over the ranks and the repeated
-    layers are wrapped one by one.
+    FSDP2 counts only where every trainable parameter is spread over the ranks.
     """
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         return "DDP"
     if isinstance(model, FullyShardedDataParallel):
         return "FSDP"
-    wrapped = sum(isinstance(module, FSDPModule) for module in model.modules())
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if wrapped == 0:
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return "one process"
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     whole = sum(not isinstance(parameter, DTensor) for parameter in trainable)
-    return "FSDP" if whole == 0 and wrapped > 1 else f"FSDP, {wrapped} units, {whole} whole tensors"
+    return "FSDP" if whole == 0 else f"FSDP with {whole} parameters whole on each rank"
+
+
+def unwrapped_layers(accelerator: Accelerator, model: nn.Module) -> list[str]:
+    """Return the layers that the wrap policy names and FSDP2 did not wrap one by one."""
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    policy = getattr(getattr(plugin, "auto_wrap_policy", None), "func", None)
+    if policy is not transformer_auto_wrap_policy or plugin.fsdp_version != 2:
+        return []
+    layers = set(plugin.transformer_cls_names_to_wrap)
+    return [
+        name
+        for name, module in model.named_modules()
+        if not isinstance(module, FSDPModule) and type(module).__name__ in layers
+    ]

@@ -145,12 +145,14 @@ def check_granted(accelerator: Accelerator, model: nn.Module) -> None:
         "mixed_precision": request.mixed_precision,
         "compile": os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no",
         "use_cpu": on_cpu if request.use_cpu is None else request.use_cpu,
+        "layers not wrapped": [],
     }
     found = {
         "strategy": fsdp.strategy_of(model),
         "mixed_precision": accelerator.mixed_precision,
         "compile": any(is_compiled_module(module) for module in model.modules()),
         "use_cpu": on_cpu,
+        "layers not wrapped": fsdp.unwrapped_layers(accelerator, model),
     }
     differences = [
         f"{key}: {value} asked, {found[key]} found"

@@ -57,9 +57,30 @@ def test_multi_cpu_that_starts_one_process(words: list[str], tmp_path: Path) -> 
     )
 
 
-def test_fsdp_that_would_be_ddp(words: list[str], tmp_path: Path) -> None:
-    config = write_config(tmp_path, distributed_type="FSDP", fsdp_config={"fsdp_version": 2})
-    assert "asks for FSDP, which accelerate would silently replace by DDP" in refused(config, words)
+def test_fsdp1_on_the_cpu(words: list[str], tmp_path: Path) -> None:
+    config = write_config(tmp_path, distributed_type="FSDP", fsdp_config={"fsdp_version": 1})
+    assert "asks for FSDP1 on the CPU" in refused(config, words)
+
+
+def test_fsdp2_that_names_another_models_layer(words: list[str], tmp_path: Path) -> None:
+    settings = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    settings["fsdp_transformer_layer_cls_to_wrap"] = "LlamaDecoderLayer"
+    config = write_config(tmp_path, distributed_type="FSDP", fsdp_config=settings)
+    message = refused(config, words)
+    assert (
+        "fsdp_transformer_layer_cls_to_wrap=LlamaDecoderLayer: the model has no such layer. Allowed: BertLayer"
+        in message
+    )
+
+
+def test_a_fault_on_two_ranks_is_one_message(words: list[str], tmp_path: Path) -> None:
+    """Also where only rank 0 meets it, and the other's broken connection is but its echo."""
+    rows = tmp_path / "rows.csv"
+    rows.write_text("text,label\na goal,Sport\n")
+    message = refused("cpu_ddp.yaml", [*words, "--validation_file", str(rows)])
+    assert message.count("error: ") == 1
+    assert "line 2: label 'Sport' does not occur" in message
+    assert "[rank1]" not in message
 
 
 def test_fp16_that_would_be_off(words: list[str]) -> None:

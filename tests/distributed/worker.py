@@ -11,6 +11,7 @@ from accelerate.utils import gather_object
 
 from accel_ft import train
 from accel_ft.config import TrainConfig, parse
+from accel_ft.engine.step import forward
 from accel_ft.runtime.launch import make_accelerator
 
 
@@ -34,6 +35,11 @@ def curve(task: dict[str, Any]) -> list[list[float]]:
     """Loss and gradient norm of every update of a run."""
     train.main(task["words"])
     output_dir = Path(task["words"][task["words"].index("--output_dir") + 1])
+    return logged(output_dir)
+
+
+def logged(output_dir: Path) -> list[list[float]]:
+    """Loss and gradient norm of the train events."""
     lines = (output_dir / "metrics.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
     return [[event["loss"], event["grad_norm"]] for event in events if event["event"] == "train"]
@@ -55,6 +61,31 @@ def resume_everywhere(task: dict[str, Any]) -> None:
             (run / "metrics.jsonl").write_text("\n".join(ahead) + "\n")
         accelerator.wait_for_everyone()
         train.main([*task["words"], "--output_dir", str(run), "--resume_from_checkpoint", "latest"])
+
+
+def resume_from(task: dict[str, Any]) -> list[list[float]]:
+    """Losses and gradient norms of the updates after a resume from another run's checkpoint."""
+    accelerator = make_accelerator()
+    output_dir = Path(task["words"][task["words"].index("--output_dir") + 1])
+    train.main([*task["words"], "--resume_from_checkpoint", task["checkpoint"]])
+    accelerator.wait_for_everyone()
+    return logged(output_dir)
+
+
+def shares(task: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of parameters and optimizer state that each rank holds, after one update."""
+    run = train.build(parse(TrainConfig, task["words"], "train"), make_accelerator())
+    batch = next(iter(run.start()))
+    run.accelerator.backward(forward(run.model, batch).sum())
+    run.optimizer.step()
+    parameters = list(run.model.parameters())
+    moments = [v for state in run.optimizer.state.values() for v in state.values() if v.ndim > 0]
+    local = [sum(t.to_local().nbytes for t in tensors) for tensors in (parameters, moments)]
+    whole = [
+        sum(t.numel() * t.element_size() for t in tensors) for tensors in (parameters, moments)
+    ]
+    kinds = sorted({type(t).__name__ for t in parameters + moments})
+    return {"kinds": kinds, "whole": whole, "local": gather_object([local])}
 
 
 if __name__ == "__main__":

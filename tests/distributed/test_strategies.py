@@ -1,0 +1,130 @@
+"""One curve under every strategy, any checkpoint under any strategy, on real ranks (gloo)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import job_words, run
+from test_ranks import on_ranks
+
+STRATEGIES = {
+    "single": (1, "cpu.yaml"),
+    "ddp2": (2, "cpu_ddp.yaml"),
+    "fsdp2": (2, "cpu_fsdp2.yaml"),
+    "fsdp3": (3, "cpu_fsdp2.yaml"),
+}
+SAVED_AT = 5
+
+
+def on(strategy: str, folder: Path, *tasks: dict[str, Any]) -> list[Any]:
+    ranks, config = STRATEGIES[strategy]
+    return on_ranks(ranks, folder, *tasks, config=config)
+
+
+@pytest.fixture(scope="module")
+def whole(
+    tmp_path_factory: pytest.TempPathFactory, still_model: Path, rows_file: Path, odd_file: Path
+) -> dict[str, tuple[Path, list[list[float]]]]:
+    """An uninterrupted run under each strategy, every update saved: its folder, and its losses and norms."""
+    runs = {}
+    for strategy in STRATEGIES:
+        folder = tmp_path_factory.mktemp(strategy)
+        words = job_words(still_model, rows_file, odd_file, folder / "run")
+        tasks: list[dict[str, Any]] = [{"do": "curve", "words": words}]
+        if strategy.startswith("fsdp"):
+            tasks.append(
+                {
+                    "do": "shares",
+                    "words": job_words(still_model, rows_file, odd_file, folder / "shares"),
+                }
+            )
+        curve, *shares = on(strategy, folder, *tasks)
+        runs[strategy] = (folder / "run", curve, shares)
+    return runs
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_curve(whole: dict[str, Any], strategy: str) -> None:
+    for ours, theirs in zip(whole[strategy][1], whole["single"][1], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp3"])
+def test_sharding_is_real(whole: dict[str, Any], strategy: str) -> None:
+    """Each rank holds its share of parameters and optimizer state; rows that do not divide cost a little."""
+    (shares,) = whole[strategy][2]
+    ranks = STRATEGIES[strategy][0]
+    assert shares["kinds"] == ["DTensor"]
+    assert len(shares["local"]) == ranks
+    for what in (0, 1):
+        held = [local[what] for local in shares["local"]]
+        assert sum(held) == shares["whole"][what]
+        assert max(held) < 1.15 * shares["whole"][what] / ranks
+
+
+PAIRS = [(a, b) for a in ("single", "ddp2", "fsdp2") for b in ("single", "ddp2", "fsdp2")]
+PAIRS += [("ddp2", "fsdp3"), ("fsdp3", "single")]
+
+
+@pytest.fixture(scope="module")
+def resumed(
+    whole: dict[str, Any],
+    tmp_path_factory: pytest.TempPathFactory,
+    still_model: Path,
+    rows_file: Path,
+    odd_file: Path,
+) -> dict[tuple[str, str], tuple[Path, list[list[float]]]]:
+    """Each pair's run: saved under the first strategy at update 5, gone on under the second."""
+    results = {}
+    for target in STRATEGIES:
+        folder = tmp_path_factory.mktemp(f"into_{target}")
+        sources = [a for a, b in PAIRS if b == target]
+        tasks = [
+            {
+                "do": "resume_from",
+                "words": job_words(still_model, rows_file, odd_file, folder / source),
+                "checkpoint": str(whole[source][0] / "checkpoints" / f"step_{SAVED_AT:08d}"),
+            }
+            for source in sources
+        ]
+        for source, curve in zip(sources, on(target, folder, *tasks), strict=True):
+            results[source, target] = (folder / source, curve)
+    return results
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_any_checkpoint_resumes_under_any_strategy(
+    whole: dict[str, Any], resumed: dict[tuple[str, str], Any], source: str, target: str
+) -> None:
+    """The updates that follow are those of the uninterrupted run; under the same strategy bit for bit."""
+    folder, curve = resumed[source, target]
+    expected = whole[source][1][SAVED_AT:]
+    if source == target:
+        assert curve == expected
+        ours, theirs = (
+            (path / "model" / "model.safetensors").read_bytes()
+            for path in (folder, whole[source][0])
+        )
+        assert ours == theirs
+    else:
+        for ours, theirs in zip(curve, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_commands_open_sharded_checkpoints(whole: dict[str, Any], tmp_path: Path) -> None:
+    scores = {}
+    for strategy in ("single", "fsdp2"):
+        checkpoint = whole[strategy][0] / "checkpoints" / f"step_{SAVED_AT:08d}"
+        run(
+            "python",
+            "-m",
+            "accel_ft.evaluate",
+            "--checkpoint",
+            checkpoint,
+            "--output",
+            tmp_path / "scores.json",
+        )
+        scores[strategy] = json.loads((tmp_path / "scores.json").read_text())
+    assert scores["fsdp2"]["loss"] == pytest.approx(scores["single"]["loss"], rel=1e-6)
+    assert scores["fsdp2"]["accuracy"] == scores["single"]["accuracy"]
