@@ -1,6 +1,6 @@
 PYTHON ?= .venv/bin/python
 
-.PHONY: setup check test
+.PHONY: setup check test curves
 
 setup:
 	python3 -m venv .venv
@@ -14,3 +14,7 @@ check:
 
 test:
 	$(PYTHON) -m pytest
+
+# One curve under every strategy, as a table; ROWS=file.csv for rows of your own.
+curves:
+	$(PYTHON) examples/benchmarks/curves.py $(if $(ROWS),--train_file $(ROWS))

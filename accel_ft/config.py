@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 from pydantic.fields import FieldInfo
 
 from accel_ft.errors import ConfigError, nearest
@@ -144,6 +144,9 @@ class TrainConfig(DataConfig):
     """Updates of linear warm-up; below 1 a share of all updates."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Clip the global gradient norm to this; 0 for no clipping."""
+    class_weights: Literal["balanced"] | tuple[PositiveFloat, ...] | None = None
+    """Weight of each label in the loss, by id (YAML list, or 1,2,0.5 on the command line), or
+    balanced: by one over its share of the training rows."""
     label_smoothing_factor: float = Field(0.0, ge=0, lt=1)
     """Share of the target spread evenly over all labels."""
     seed: int = Field(42, ge=0, lt=2**32)
@@ -206,6 +209,15 @@ class EvaluateConfig(DataConfig):
     """Which rows; left out: the test rows where there are any, else the validation rows."""
     output: Path | None = None
     """Write the metrics to this JSON file too."""
+
+
+class ExportConfig(Config):
+    """Keys of `accel_ft.export`."""
+
+    checkpoint: str
+    """A run's folder or a published checkpoint of any strategy."""
+    output: Path
+    """Folder to write, new or empty."""
 
 
 class PredictConfig(Config):
@@ -358,21 +370,26 @@ def _type_name(field: FieldInfo) -> str:
     """A key's type as --help and error messages show it."""
     kinds = [kind for kind in _union(field.annotation) if kind is not type(None)]
     if typing.get_origin(kinds[0]) is Literal:
-        return "|".join(map(str, typing.get_args(kinds[0])))
+        lists = ["W,W,..."] if len(kinds) > 1 else []
+        return "|".join([*map(str, typing.get_args(kinds[0])), *lists])
     name = str(kinds[0].__name__)
     return {"Path": "FILE", "str": "TEXT"}.get(name, name.upper())
 
 
 def _union(annotation: Any) -> tuple[Any, ...]:
-    return typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+    return typing.get_args(annotation) if union else (annotation,)
 
 
 def _from_text(key: str, field: FieldInfo, value: Any) -> Any:
-    """A command-line word; `none` and `null` mean None where the key allows it."""
-    optional = type(None) in _union(field.annotation) and key != "text"  # which is what it is
-    return (
-        None if optional and isinstance(value, str) and value.lower() in ("none", "null") else value
-    )
+    """A command-line word; `none` and `null` mean None where the key allows it, commas a list."""
+    kinds = _union(field.annotation)
+    if not isinstance(value, str) or key == "text":  # a text is what it is
+        return value
+    if type(None) in kinds and value.lower() in ("none", "null"):
+        return None
+    lists = any(typing.get_origin(kind) is tuple for kind in kinds)
+    return value.split(",") if lists and value != "balanced" else value
 
 
 def _read_yaml(path: Path) -> Iterator[tuple[str, Any, int]]:

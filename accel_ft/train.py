@@ -37,6 +37,7 @@ IDENTITY_KEYS = {
     "warmup_steps",
     "weight_decay",
     "max_grad_norm",
+    "class_weights",
     "label_smoothing_factor",
 }
 
@@ -83,7 +84,7 @@ def build(config: TrainConfig, accelerator: Accelerator) -> Run:
 
     from accel_ft.data.loader import Batches, Padding, train_places
     from accel_ft.data.plan import Plan
-    from accel_ft.data.splits import load_splits
+    from accel_ft.data.splits import class_weights, load_splits
     from accel_ft.engine.evaluation import make_eval_loader
     from accel_ft.engine.run import Run
     from accel_ft.model.load import (
@@ -107,6 +108,9 @@ def build(config: TrainConfig, accelerator: Accelerator) -> Run:
     # One rank of a machine tokenises, the others find its cache.
     with accelerator.local_main_process_first():
         splits = load_splits(config, tokenizer, config.max_train_samples)
+    splits.train.class_weights = class_weights(
+        config.class_weights, splits.train, splits.label_names
+    )
     config, accumulation_steps = _resolve_batch(config, accelerator.num_processes)
     assert config.global_batch_size is not None
     accelerator.gradient_accumulation_steps = accumulation_steps
@@ -155,7 +159,7 @@ def build(config: TrainConfig, accelerator: Accelerator) -> Run:
         identity={
             "labels": splits.label_names,
             "train_data": splits.train.fingerprint(),
-            **config.model_dump(include=IDENTITY_KEYS),
+            **config.model_dump(mode="json", include=IDENTITY_KEYS),
         },
         events=EventLog(config.output_dir / "metrics.jsonl", writes=accelerator.is_main_process),
     )

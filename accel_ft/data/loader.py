@@ -86,7 +86,8 @@ def collate(split: Split, places: Ids, pad: Padding) -> Batch:
     real = np.zeros(1, np.int64) if filler else places
     batch = pad(split.tokens(real))
     batch["labels"] = torch.from_numpy(split.labels(real))
-    batch["weights"] = torch.full((len(real),), 0.0 if filler else 1.0)
+    weights = split.weights(real) * (not filler)
+    batch["weights"] = torch.from_numpy(weights.astype(np.float32))
     batch["places"] = torch.from_numpy(np.full(1, -1) if filler else np.array(places))
     return batch
 

@@ -40,6 +40,7 @@ class Split:
         self, store: TokenStore, label_ids: NDArray[np.int64], start: int, stop: int
     ) -> None:
         self.store, self.label_ids, self.start, self.stop = store, label_ids, start, stop
+        self.class_weights = np.ones(label_ids.max() + 1)
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -58,6 +59,11 @@ class Split:
         """Label ids, int64 [k]."""
         labels: NDArray[np.int64] = self.label_ids[self.store.label_codes(self.ids(places))]
         return labels
+
+    def weights(self, places: Ids) -> NDArray[np.float64]:
+        """What each sample counts in the loss, float64 [k]."""
+        weights: NDArray[np.float64] = self.class_weights[self.labels(places)]
+        return weights
 
     def tokens(self, places: Ids) -> list[NDArray[np.int32]]:
         """Token ids of each, int32 [T_i]."""
@@ -171,6 +177,35 @@ def _cut(
         logger.info("no validation rows given: %d cut off the %d training rows", size, len(store))
     validation.stop = min(validation.stop, max_eval_samples or validation.stop)
     return train, validation
+
+
+def class_weights(
+    wanted: str | tuple[float, ...] | None, train: Split, names: list[str]
+) -> NDArray[np.float64]:
+    """Return the weight of each label in the loss, float64 [C].
+
+    Args:
+        wanted: a weight each, "balanced" for n / (C x rows of the label), as scikit-learn has it,
+            or None for 1 each.
+
+    Raises:
+        ConfigError: for another number of weights than labels, or a label without rows.
+    """
+    if wanted is None:
+        return np.ones(len(names))
+    if wanted == "balanced":
+        labels = train.labels(np.arange(len(train), dtype=np.int64))
+        counts = np.bincount(labels, minlength=len(names))
+        if not counts.all():
+            lost = [name for name, count in zip(names, counts, strict=True) if count == 0]
+            raise ConfigError(f"class_weights=balanced: no training row has the label {lost[0]!r}")
+        return len(train) / (len(names) * counts.astype(np.float64))
+    if len(wanted) != len(names):
+        raise ConfigError(
+            f"class_weights={wanted}: {len(wanted)} weights for {len(names)} labels, "
+            f"in this order: {', '.join(names)}"
+        )
+    return np.array(wanted, np.float64)
 
 
 def label_names(store: TokenStore) -> list[str]:

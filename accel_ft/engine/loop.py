@@ -17,7 +17,7 @@ def train(run: Run) -> None:
         # ranks. The factor
         # cancels what is divided by later: accumulation steps in `backward`, ranks in the gradient
         # all-reduce.
-        scale = run.num_micro_batches / len(run.plan.global_batch(run.step))
+        scale = run.num_micro_batches / run.global_weight()
         for batch in islice(micro_batches, run.accumulation_steps):
             with accelerator.accumulate(model):
                 logits = forward(model, batch)

@@ -51,7 +51,7 @@ class Run:
     """This rank's sum of weighted losses since the last train event; on the device, read at the
     event only.
     """
-    loss_weight: int = 0
+    loss_weight: float = 0.0
     """Weight of all ranks' losses since then."""
     timed_samples: int = 0
     timed_tokens: int = 0
@@ -105,6 +105,10 @@ class Run:
         elif rank == 0:
             self.loss_sum.fill_(math.fsum(sums))
 
+    def global_weight(self) -> float:
+        """Return the weight of the coming update's whole global batch."""
+        return float(self.splits.train.weights(self.plan.global_batch(self.step)).sum())
+
     def add_loss(self, loss: torch.Tensor) -> None:
         """Count a micro-batch's weighted loss, without waiting for the device."""
         self.loss_sum += loss.detach()
@@ -112,7 +116,7 @@ class Run:
     def after_update(self, learning_rate: float, grad_norm: torch.Tensor) -> None:
         """Count an update, and log, evaluate and save where they are due. Collective."""
         ids = self.plan.global_batch(self.step)
-        self.loss_weight += len(ids)
+        self.loss_weight += self.global_weight()
         self.timed_samples += len(ids)
         self.timed_tokens += int(self.plan.lengths(ids).sum())
         self.step += 1
@@ -145,7 +149,8 @@ class Run:
         )
         self.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
         self.loss_sum.zero_()
-        self.loss_weight = self.timed_samples = self.timed_tokens = 0
+        self.loss_weight = 0.0
+        self.timed_samples = self.timed_tokens = 0
         self.timed_since = time.monotonic()
 
     def _loss_sums(self) -> list[float]:

@@ -140,14 +140,14 @@ def check_granted(accelerator: Accelerator, model: nn.Module) -> None:
     one_or_ddp = (
         "DDP" if (request.num_processes or accelerator.num_processes) > 1 else "one process"
     )
-    asked = {
+    asked: dict[str, Any] = {
         "strategy": "FSDP" if request.distributed_type == "FSDP" else one_or_ddp,
         "mixed_precision": request.mixed_precision,
         "compile": os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no",
         "use_cpu": on_cpu if request.use_cpu is None else request.use_cpu,
         "layers not wrapped": [],
     }
-    found = {
+    found: dict[str, Any] = {
         "strategy": fsdp.strategy_of(model),
         "mixed_precision": accelerator.mixed_precision,
         "compile": any(is_compiled_module(module) for module in model.modules()),
