@@ -121,7 +121,7 @@ def run(
     command = [sys.executable if word == "python" else str(word) for word in words]
     done = subprocess.run(
         command,
-        cwd=ROOT,
+        cwd=kwargs.pop("cwd", ROOT),
         env=environment,
         capture_output=True,
         text=True,

@@ -7,6 +7,7 @@ import torch
 import yaml
 from conftest import ROOT, job_words, launch, run
 
+# The multi-node ones are tried on two hosts of the test's own: test_two_hosts.py.
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 
 
@@ -31,7 +32,9 @@ def words(tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path) -> 
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="has an accelerator")
-@pytest.mark.parametrize("name", ["gpu.yaml", "ddp.yaml", "fsdp2.yaml"])
+@pytest.mark.parametrize(
+    "name", ["gpu.yaml", "ddp.yaml", "fsdp1.yaml", "fsdp2.yaml", "fsdp2_offload.yaml"]
+)
 def test_gpu_configs_stop_where_there_is_no_gpu(
     words: list[str], tmp_path: Path, name: str
 ) -> None:
@@ -55,6 +58,11 @@ def test_multi_cpu_that_starts_one_process(words: list[str], tmp_path: Path) -> 
     assert "asks for 2 processes, 1 run as one group. Fix: distributed_type: MULTI_GPU" in refused(
         config, words
     )
+
+
+def test_cpu_flag_that_starts_one_process(words: list[str]) -> None:
+    message = refused("cpu.yaml", words, "--cpu", "--num_processes", 2)
+    assert "asks for 2 processes, 1 run as one group" in message
 
 
 def test_fsdp1_on_the_cpu(words: list[str], tmp_path: Path) -> None:

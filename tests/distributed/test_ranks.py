@@ -63,6 +63,20 @@ def test_one_curve(seen: dict[int, list[Any]]) -> None:
             assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+def test_one_curve_with_class_weights_and_smoothing(
+    tmp_path: Path, still_model: Path, rows_file: Path, odd_file: Path
+) -> None:
+    """Weights differ from rank to rank; the normalisation is by the whole global batch's all the same."""
+    curves = []
+    for ranks in (1, 2):
+        words = job_words(still_model, rows_file, odd_file, tmp_path / f"run_{ranks}")
+        words += ["--class_weights", "1,5,0.1,2", "--label_smoothing_factor", "0.1"]
+        config = "cpu.yaml" if ranks == 1 else "cpu_ddp.yaml"
+        curves += on_ranks(ranks, tmp_path, {"do": "curve", "words": words}, config=config)
+    for ours, theirs in zip(*curves, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
 def test_resume_on_two_ranks_is_bit_identical(
     tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path
 ) -> None:

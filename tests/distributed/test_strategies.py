@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import job_words, run
+from conftest import job_words, run, write_rows
 from test_ranks import on_ranks
 
 STRATEGIES = {
@@ -128,3 +128,57 @@ def test_commands_open_sharded_checkpoints(whole: dict[str, Any], tmp_path: Path
         scores[strategy] = json.loads((tmp_path / "scores.json").read_text())
     assert scores["fsdp2"]["loss"] == pytest.approx(scores["single"]["loss"], rel=1e-6)
     assert scores["fsdp2"]["accuracy"] == scores["single"]["accuracy"]
+
+
+LOGITS = """
+import json, sys
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+folder, rows = sys.argv[1:]
+assert "accel_ft" not in sys.modules
+model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+tokenizer = AutoTokenizer.from_pretrained(folder)
+texts = open(rows).read().splitlines()
+batch = tokenizer(texts, padding=True, truncation=True, max_length=64, return_tensors="pt")
+with torch.no_grad():
+    logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+print(json.dumps([logits.tolist(), model.config.id2label]))
+"""
+
+
+def test_export_of_every_strategy(whole: dict[str, Any], tmp_path: Path) -> None:
+    """Exported from the last checkpoint, read by transformers alone, on 100 rows: bit for bit the logits of the
+    model the run itself left (which every rank's share was gathered for), and those of the other strategies.
+    """
+    from accel_ft.data.sources import file_source
+
+    rows_csv = write_rows(tmp_path / "rows.csv", 100, seed=5)
+    texts = tmp_path / "rows.txt"
+    texts.write_text(
+        "".join(text + "\n" for _, text, _ in file_source(rows_csv).rows("text", "label"))
+    )
+    logits = {}
+    for strategy in ("single", "ddp2", "fsdp2"):
+        folder = whole[strategy][0]
+        exported = tmp_path / strategy
+        run(
+            "python",
+            "-m",
+            "accel_ft.export",
+            "--checkpoint",
+            folder / "checkpoints" / "step_00000012",
+            "--output",
+            exported,
+        )
+        ours, names = json.loads(run("python", "-c", LOGITS, exported, texts, cwd=tmp_path).stdout)
+        theirs, _ = json.loads(
+            run("python", "-c", LOGITS, folder / "model", texts, cwd=tmp_path).stdout
+        )
+        assert ours == theirs
+        assert sorted(names.values()) == ["Business", "Sci/Tech", "Sports", "World"]
+        card = (exported / "README.md").read_text()
+        assert card.startswith("---\n")
+        assert "| `learning_rate` | `0.001` |" in card
+        logits[strategy] = [value for row in ours for value in row]
+    for strategy in ("ddp2", "fsdp2"):
+        assert logits[strategy] == pytest.approx(logits["single"], abs=1e-5)

@@ -14,7 +14,7 @@ from accel_ft.data import tokenize as tokenize_module
 from accel_ft.data.loader import Batches, Padding, collate, make_loader, train_places
 from accel_ft.data.plan import Plan
 from accel_ft.data.sources import file_source
-from accel_ft.data.splits import Split, Splits, load_eval_split, load_splits
+from accel_ft.data.splits import Split, Splits, class_weights, load_eval_split, load_splits
 from accel_ft.data.tokenize import TokenStore, cache_folder, tokenize
 from accel_ft.errors import ConfigError, DataError
 from accel_ft.model.load import load_tokenizer
@@ -169,6 +169,19 @@ def test_integer_labels_are_not_guessed(tmp_path: Path, tokenizer) -> None:
     assert (name, split.labels(np.arange(2)).tolist()) == ("test", [1, 0])
     with pytest.raises(ConfigError, match="the job names no test rows"):
         load_eval_split(config.resolved(test_file=None), tokenizer, ["0", "1"], "test")
+
+
+def test_class_weights(tmp_path: Path, tokenizer) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("text,label\n" + "a,x\n" * 6 + "b,y\n" * 2)
+    split = whole(path, tokenizer)
+    assert class_weights(None, split, ["x", "y"]).tolist() == [1, 1]
+    assert class_weights("balanced", split, ["x", "y"]).tolist() == [8 / 12, 8 / 4]
+    split.class_weights = class_weights((1.0, 3.0), split, ["x", "y"])
+    assert split.weights(np.arange(8)).tolist() == [1] * 6 + [3] * 2
+    assert collate(split, np.array([0, 7]), Padding(tokenizer, CPU))["weights"].tolist() == [1, 3]
+    with pytest.raises(ConfigError, match="1 weights for 2 labels, in this order: x, y"):
+        class_weights((1.0,), split, ["x", "y"])
 
 
 def whole(path: Path, tokenizer) -> Split:

@@ -45,6 +45,20 @@ def test_filling_has_no_gradient() -> None:
     assert logits.grad[1].abs().sum() == 0
 
 
+def test_class_weights_are_in_the_mean() -> None:
+    """sum(weight x loss) / sum(weight) is what PyTorch's own weighted mean is."""
+    torch.manual_seed(0)
+    logits, labels, weight = (
+        torch.randn(12, 3),
+        torch.randint(0, 3, (12,)),
+        torch.tensor([0.5, 1.0, 4.0]),
+    )
+    ours = weighted_loss(logits, labels, weight[labels], 0.0) / weight[labels].sum()
+    assert float(ours) == pytest.approx(
+        float(torch.nn.functional.cross_entropy(logits, labels, weight)), rel=1e-6
+    )
+
+
 def test_scores_by_hand() -> None:
     """Labels 0 0 0 1 1 2, predictions 0 0 1 1 0 0: hits 2, 1, 0; predicted 4, 2, 0; present 3, 2, 1."""
     labels, predictions = np.array([0, 0, 0, 1, 1, 2]), np.array([0, 0, 1, 1, 0, 0])

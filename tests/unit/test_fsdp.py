@@ -1,0 +1,38 @@
+"""The layers FSDP wraps, worked out from the model."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from accel_ft.runtime.fsdp import layer_classes
+
+SMALL = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+MODELS = {
+    "bert": (SMALL, "BertLayer"),
+    "distilbert": ({"vocab_size": 100, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64}, "TransformerBlock"),
+    "roberta": (SMALL, "RobertaLayer"),
+    "deberta-v2": (SMALL, "DebertaV2Layer"),
+    "electra": (SMALL, "ElectraLayer"),
+    "albert": (SMALL | {"embedding_size": 16}, "AlbertLayerGroup"),
+    "modernbert": (SMALL | TOKENS | {"cls_token_id": 1, "sep_token_id": 2}, "ModernBertEncoderLayer"),
+    "gpt2": (TOKENS | {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 2}, "GPT2Block"),
+    "llama": (SMALL | TOKENS, "LlamaDecoderLayer"),
+    "qwen2": (SMALL | TOKENS | {"num_key_value_heads": 2}, "Qwen2DecoderLayer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_layers_of_the_usual_models(kind: str) -> None:
+    settings, layer = MODELS[kind]
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(
+            AutoConfig.for_model(kind, **settings)
+        )
+    assert layer_classes(model) == [layer]
