@@ -28,18 +28,24 @@ def export(checkpoint: str, output: Path) -> None:
     Raises:
         ConfigError, CheckpointError: where it cannot be had or is damaged.
     """
-    import torch
+    from safetensors.torch import save_file
 
-    from accel_ft.checkpoint import transaction
-    from accel_ft.checkpoint.open import open_classifier
+    from accel_ft.checkpoint import convert, transaction
+    from accel_ft.checkpoint.open import model_folder
+    from accel_ft.model.load import classifier_labels, load_model_config, load_tokenizer, resolve
     from accel_ft.runtime.card import model_card
 
-    opened = open_classifier(checkpoint, torch.device("cpu"))
-    settings = run_settings({"checkpoint": checkpoint})
+    folder = resolve(model_folder(checkpoint), "checkpoint")
+    model_config = load_model_config(folder, "checkpoint")
+    names = classifier_labels(folder, model_config)
+    tokenizer = load_tokenizer(folder, "checkpoint")
     staging = transaction.start(output)
-    opened.model.save_pretrained(staging)
-    opened.tokenizer.save_pretrained(staging)
-    (staging / "README.md").write_text(model_card(opened.label_names, settings), encoding="utf-8")
+    weights = convert.read_weights(Path(folder))  # no model is built: memory is the weights' size
+    save_file(weights, staging / convert.WEIGHTS, metadata={"format": "pt"})
+    model_config.save_pretrained(staging)
+    tokenizer.save_pretrained(staging)
+    card = model_card(names, run_settings({"checkpoint": checkpoint}))
+    (staging / "README.md").write_text(card, encoding="utf-8")
     transaction.publish(output, with_manifest=False)
 
 

@@ -44,9 +44,9 @@ def open_classifier(checkpoint: str, device: torch.device) -> Classifier:
     folder = load.resolve(model_folder(checkpoint), "checkpoint")
     tokenizer = load.load_tokenizer(folder, "checkpoint")
     config = load.load_model_config(folder, "checkpoint")
+    names = load.classifier_labels(folder, config)
     weights = convert.read_weights(Path(folder)) if convert.is_sharded(Path(folder)) else None
     model = load.load_for_inference(folder, config, weights).to(device).eval()
-    names = [str(config.id2label[label_id]) for label_id in range(config.num_labels)]
     return Classifier(folder, model, tokenizer, names, load.position_limit(config, tokenizer))
 
 

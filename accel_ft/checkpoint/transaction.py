@@ -43,6 +43,9 @@ def start(final: Path) -> Path:
 def publish(final: Path, with_manifest: bool = True) -> None:
     """Write the manifest of `final`'s staging folder, put all on the disk, and rename it."""
     staging = staging_folder(final)
+    for path in _files(staging):  # safetensors writes files that only their owner may read
+        if not path.is_symlink():
+            path.chmod(staging.stat().st_mode & 0o666)
     if with_manifest:
         entries = {path.relative_to(staging).as_posix(): _entry(path) for path in _files(staging)}
         (staging / MANIFEST).write_text(json.dumps({"files": entries}, indent=1), encoding="utf-8")

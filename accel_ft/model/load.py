@@ -170,6 +170,18 @@ def load_for_training(folder: str, config: Any, device: torch.device) -> Any:
     return model
 
 
+def classifier_labels(folder: str, config: Any) -> list[str]:
+    """Return a finished classifier's label names by id.
+
+    Raises:
+        ConfigError: where it is none.
+    """
+    kinds = config.architectures or ()
+    if not any("SequenceClassification" in kind for kind in kinds):
+        raise ConfigError(f"checkpoint={folder}: is no sequence classifier but {kinds}")
+    return [str(config.id2label[label_id]) for label_id in range(config.num_labels)]
+
+
 def load_for_inference(
     folder: str, config: Any, weights: dict[str, torch.Tensor] | None = None
 ) -> Any:
@@ -181,14 +193,11 @@ def load_for_inference(
         weights: by name, in place of those in the folder.
 
     Raises:
-        ConfigError: it is no classifier, or cannot be had.
+        ConfigError: where it cannot be had.
         CheckpointError: some of its weights are missing.
     """
     from transformers import AutoModelForSequenceClassification
 
-    kinds = config.architectures or ()
-    if not any("SequenceClassification" in kind for kind in kinds):
-        raise ConfigError(f"checkpoint={folder}: is no sequence classifier but {kinds}")
     if weights is None:
         model, missing = _load("checkpoint", folder, config=config)
     else:

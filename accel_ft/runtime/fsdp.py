@@ -2,6 +2,7 @@
 float32.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -48,11 +49,8 @@ def configure(accelerator: Accelerator, model: nn.Module) -> None:
             f"Allowed: {', '.join(layer_classes(model))}, or leave it out"
         )
     if plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
-        plugin.mixed_precision_policy = MixedPrecisionPolicy(
-            param_dtype=plugin.mixed_precision_policy.param_dtype,
-            reduce_dtype=torch.float32,
-            output_dtype=torch.float32,
-        )
+        policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
+        plugin.mixed_precision_policy = policy
     elif plugin.fsdp_version == 1 and plugin.mixed_precision_policy is not None:
         plugin.mixed_precision_policy.reduce_dtype = torch.float32
 

@@ -183,7 +183,7 @@ def main() -> None:
         "/ gradient norm"
     )
     print(f"Orders of samples: {len(orders)} (1 is identical).\n")
-    print("| | " + " | ".join(f"{steps} accumulation steps" for steps in ACCUMULATIONS) + " |")
+    print("| | " + " | ".join(f"accumulation {steps}" for steps in ACCUMULATIONS) + " |")
     print("|---" * (len(ACCUMULATIONS) + 1) + "|")
     for strategy in STRATEGIES:
         cells = [difference(curves[strategy, steps], reference) for steps in ACCUMULATIONS]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import job_words, run, write_rows
+from conftest import job_words, launch, run, write_rows
 from test_ranks import on_ranks
 
 STRATEGIES = {
@@ -113,9 +113,15 @@ def test_any_checkpoint_resumes_under_any_strategy(
 
 
 def test_commands_open_sharded_checkpoints(whole: dict[str, Any], tmp_path: Path) -> None:
+    """Also when they are themselves launched under FSDP, whose `prepare` refuses a model without optimizer."""
     scores = {}
+    name = f"step_{SAVED_AT:08d}"
+    words = ["-m", "accel_ft.evaluate", "--checkpoint", whole["fsdp2"][0] / "checkpoints" / name]
+    launch(
+        "cpu_fsdp2.yaml", "--mixed_precision", "no", *words, "--output", tmp_path / "launched.json"
+    )
     for strategy in ("single", "fsdp2"):
-        checkpoint = whole[strategy][0] / "checkpoints" / f"step_{SAVED_AT:08d}"
+        checkpoint = whole[strategy][0] / "checkpoints" / name
         run(
             "python",
             "-m",
@@ -128,6 +134,24 @@ def test_commands_open_sharded_checkpoints(whole: dict[str, Any], tmp_path: Path
         scores[strategy] = json.loads((tmp_path / "scores.json").read_text())
     assert scores["fsdp2"]["loss"] == pytest.approx(scores["single"]["loss"], rel=1e-6)
     assert scores["fsdp2"]["accuracy"] == scores["single"]["accuracy"]
+    assert json.loads((tmp_path / "launched.json").read_text()) == scores["fsdp2"]
+
+
+def test_bf16_as_the_yaml_has_it(
+    tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path
+) -> None:
+    """The shipped YAML on the command line, dropout and all: loss within bf16's precision of one process's."""
+    losses = []
+    for config in ("cpu_fsdp2.yaml", "cpu.yaml"):
+        output_dir = tmp_path / config
+        words = job_words(tiny_model, rows_file, odd_file, output_dir)
+        launch(config, "-m", "accel_ft.train", *words, "--max_steps", 2)
+        receipt = json.loads((output_dir / "receipt.json").read_text())
+        assert receipt["strategy"]["mixed_precision"] == "bf16"
+        first = json.loads((output_dir / "metrics.jsonl").read_text().splitlines()[0])
+        losses.append(first["loss"])
+    assert receipt["strategy"]["distributed_type"] == "NO"
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
 LOGITS = """

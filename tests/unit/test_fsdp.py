@@ -1,10 +1,13 @@
 """The layers FSDP wraps, worked out from the model."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from accel_ft.runtime.fsdp import layer_classes
+from accel_ft.runtime.fsdp import configure, layer_classes
 
 SMALL = {
     "vocab_size": 100,
@@ -36,3 +39,22 @@ def test_layers_of_the_usual_models(kind: str) -> None:
             AutoConfig.for_model(kind, **settings)
         )
     assert layer_classes(model) == [layer]
+
+
+def test_gradients_are_reduced_in_float32() -> None:
+    """accelerate's bf16 policy would sum them in bf16; DDP sums them in float32."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
+    )
+    plugin.set_mixed_precision("bf16")
+    assert plugin.mixed_precision_policy.reduce_dtype == torch.bfloat16
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin), distributed_type=DistributedType.FSDP
+    )
+    with torch.device("meta"):
+        settings, layer = MODELS["bert"]
+        config = AutoConfig.for_model("bert", **settings)
+        configure(accelerator, AutoModelForSequenceClassification.from_config(config))
+    policy = plugin.mixed_precision_policy
+    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
+    assert plugin.transformer_cls_names_to_wrap == [layer]

@@ -9,6 +9,7 @@ import torch
 from accel_ft.errors import CheckpointError, ConfigError
 from accel_ft.model.load import (
     check_max_seq_length,
+    classifier_labels,
     load_for_inference,
     load_for_training,
     load_model_config,
@@ -142,7 +143,7 @@ def test_broken_files_are_one_message(tiny_model: Path, tmp_path: Path, file: st
 
 def test_an_encoder_is_no_classifier(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="is no sequence classifier"):
-        load_for_inference(str(tiny_model), load_model_config(str(tiny_model)))
+        classifier_labels(str(tiny_model), load_model_config(str(tiny_model)))
 
 
 def test_a_run_with_a_slip_of_the_pen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ def publish(root: Path, step: int) -> Path:
     final = transaction.checkpoint_folder(root, step)
     staging = transaction.start(final)
     (staging / "weights").write_bytes(bytes(range(256)))
+    (staging / "weights").chmod(0o600)
     (staging / "inner").mkdir()
     (staging / "inner" / "shard").write_bytes(b"x" * step)
     transaction.publish(final)
@@ -22,6 +23,7 @@ def test_published_whole_and_verified(tmp_path: Path) -> None:
     assert final.name == "step_00000500"
     assert not transaction.staging_folder(final).exists()
     transaction.verify(final)
+    assert (final / "weights").stat().st_mode & 0o777 == final.stat().st_mode & 0o666
     assert transaction.list_published(tmp_path) == [(500, final)]
 
 
