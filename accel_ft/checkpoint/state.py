@@ -75,6 +75,21 @@ def find(accelerator: Accelerator, root: Path, wanted: str | None) -> Path | Non
     return None if found[0] is None else Path(found[0])
 
 
+def is_sound(accelerator: Accelerator, folder: Path) -> bool:
+    """Return whether a checkpoint verifies, the same on every rank; tell what is wrong if not.
+    Collective.
+    """
+    sound = [False]
+    if accelerator.is_main_process:
+        try:
+            transaction.verify(folder)
+            sound = [True]
+        except CheckpointError as error:
+            logger.warning("passed over: %s", error)
+    broadcast_object_list(sound)
+    return sound[0]
+
+
 def newest_sound(root: Path) -> Path | None:
     """Return the newest checkpoint that verifies, naming the damaged ones passed over; None where
     there is none.

@@ -221,11 +221,10 @@ class Run:
         self.bar.close()
         model_step = self.step
         if self.config.load_best_model_at_end and self.best is not None:
-            folder = state.find(self.accelerator, self.checkpoints, str(self._best_folder()))
-            assert folder is not None
-            logger.info("taking the best model, of update %d", self.best["step"])
-            convert.load_any(self.accelerator, folder)
-            model_step = self.best["step"]
+            if state.is_sound(self.accelerator, self._best_folder()):
+                convert.load_any(self.accelerator, self._best_folder())
+                model_step = self.best["step"]
+            logger.info("the model is that of update %d", model_step)
         self._export(self.output_dir / "model")
         if self.test_loader is not None and self.splits.test is not None:
             self._measure("test", self.test_loader, self.splits.test)

@@ -20,7 +20,7 @@ def sample_ids(task: dict[str, Any]) -> list[list[list[int]]]:
     accelerator = make_accelerator()
     run = train.build(parse(TrainConfig, task["words"], "train"), accelerator)
     epochs = []
-    batches = iter(run.train_loader())
+    batches = iter(run.start())
     for _ in range(2):
         per_epoch = run.plan.steps_per_epoch * run.accumulation_steps
         epochs.append(

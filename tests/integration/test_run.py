@@ -308,6 +308,30 @@ def test_best_model_is_kept_and_taken(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_a_damaged_best_checkpoint_does_not_keep_a_run_from_ending(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    words = [
+        "--config",
+        str(finished / "config.yaml"),
+        "--output_dir",
+        str(run),
+        "--learning_rate",
+        "0.02",
+    ]
+    words += ["--load_best_model_at_end", "--eval_steps", "1", "--metric_for_best_model", "loss"]
+    train.main(words)
+    best = events_of(run)[-1]["model_step"]
+    assert best < 12
+    (run / "checkpoints" / f"step_{best:08d}" / "model.safetensors").write_bytes(b"")
+    kept = [event for event in events_of(run) if event["event"] not in ("test", "end")]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in kept))
+    train.main([*words, "--resume_from_checkpoint", "latest"])
+    assert events_of(run)[-1] == {"event": "end", "step": 12, "model_step": 12}
+    assert "model.safetensors is damaged" in capsys.readouterr().err
+
+
 def test_divergence_is_an_error(finished: Path, tmp_path: Path) -> None:
     words = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run")]
     with pytest.raises(UserError, match="training has diverged"):
