@@ -6,9 +6,10 @@ python examples/inference.py runs/quickstart
 import sys
 from pathlib import Path
 
+import torch
 from transformers import pipeline
 
-from accel_ft.checkpoint.state import model_folder
+from accel_ft.checkpoint.open import open_classifier
 
 run = sys.argv[1] if len(sys.argv) > 1 else "runs/quickstart"
 texts = [
@@ -16,11 +17,14 @@ texts = [
     "Central bank holds rates as inflation eases",
 ]
 
-# A finished run holds a plain Hugging Face model: nothing of accel_ft is needed to open it.
 final = Path(run, "model")
-# A run that is still training has checkpoints only; `model_folder` finds and verifies the newest.
-folder = str(final) if final.is_dir() else model_folder(run)
+if final.is_dir():
+    # A finished run holds a plain Hugging Face model: nothing of accel_ft is needed to open it.
+    classifier = pipeline("text-classification", model=str(final))
+else:
+    # One that is still training has checkpoints: the newest sound one, of any strategy.
+    opened = open_classifier(run, torch.device("cpu"))
+    classifier = pipeline("text-classification", model=opened.model, tokenizer=opened.tokenizer)
 
-classifier = pipeline("text-classification", model=folder)
 for text, prediction in zip(texts, classifier(texts), strict=True):
     print(f"{prediction['label']:10} {prediction['score']:.3f}  {text}")

@@ -11,6 +11,7 @@ from accelerate.utils import gather_object
 
 from accel_ft import train
 from accel_ft.config import TrainConfig, parse
+from accel_ft.engine.build import build
 from accel_ft.engine.step import forward
 from accel_ft.runtime.launch import make_accelerator
 
@@ -18,7 +19,7 @@ from accel_ft.runtime.launch import make_accelerator
 def sample_ids(task: dict[str, Any]) -> list[list[list[int]]]:
     """Ids by epoch and rank, as the loop's own loader brings them."""
     accelerator = make_accelerator()
-    run = train.build(parse(TrainConfig, task["words"], "train"), accelerator)
+    run = build(parse(TrainConfig, task["words"], "train"), accelerator)
     epochs = []
     batches = iter(run.start())
     for _ in range(2):
@@ -74,7 +75,7 @@ def resume_from(task: dict[str, Any]) -> list[list[float]]:
 
 def shares(task: dict[str, Any]) -> dict[str, Any]:
     """Bytes of parameters and optimizer state that each rank holds, after one update."""
-    run = train.build(parse(TrainConfig, task["words"], "train"), make_accelerator())
+    run = build(parse(TrainConfig, task["words"], "train"), make_accelerator())
     batch = next(iter(run.start()))
     run.accelerator.backward(forward(run.model, batch).sum())
     run.optimizer.step()

@@ -12,6 +12,7 @@ from conftest import events_of, job_words, run_hash
 
 from accel_ft import evaluate, predict, train
 from accel_ft.config import TrainConfig, parse
+from accel_ft.engine.build import build
 from accel_ft.errors import CheckpointError, ConfigError, UserError
 
 
@@ -79,7 +80,7 @@ def test_an_update_is_the_mean_over_its_global_batch(
     words = job_words(still_model, rows_file, odd_file, tmp_path / "run")
     train.main(words)
     logged = {e["step"]: e for e in events_of(tmp_path / "run") if e["event"] == "train"}
-    twin = train.build(parse(TrainConfig, words, "train"), make_accelerator())
+    twin = build(parse(TrainConfig, words, "train"), make_accelerator())
     for step, num_rows in ((5, 8), (6, 7)):
         before = tmp_path / "run" / "checkpoints" / f"step_{step - 1:08d}"
         model = AutoModelForSequenceClassification.from_pretrained(before).train()
@@ -318,7 +319,7 @@ def test_a_damaged_best_checkpoint_does_not_keep_a_run_from_ending(
         "--output_dir",
         str(run),
         "--learning_rate",
-        "0.02",
+        "0.5",
     ]
     words += ["--load_best_model_at_end", "--eval_steps", "1", "--metric_for_best_model", "loss"]
     train.main(words)

@@ -119,7 +119,7 @@ def test_print_config_feeds_back(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_no_arguments_is_the_ag_news_job() -> None:
     """examples/ag_news.yaml says in full what no key at all means."""
     from accel_ft.data.splits import DEFAULT_DATASET
-    from accel_ft.train import DEFAULT_GLOBAL_BATCH_SIZE
+    from accel_ft.engine.build import DEFAULT_GLOBAL_BATCH_SIZE
 
     file = train_config("--config", str(ROOT / "examples/ag_news.yaml"))
     meant = {"dataset_name": DEFAULT_DATASET, "global_batch_size": DEFAULT_GLOBAL_BATCH_SIZE}
