@@ -68,8 +68,9 @@ def test_a_run_learns(tmp_path: Path, tiny_model: Path, rows_file: Path) -> None
     assert [event for event in events if event["event"] == "eval"][-1]["eval_accuracy"] == 1.0
 
 
+@pytest.mark.parametrize("weights", [None, [1.0, 5.0, 0.1, 2.0]])
 def test_an_update_is_the_mean_over_its_global_batch(
-    tmp_path: Path, still_model: Path, rows_file: Path, odd_file: Path
+    tmp_path: Path, still_model: Path, rows_file: Path, odd_file: Path, weights: list[float] | None
 ) -> None:
     """Loss and gradient norm of a full and of the short last batch, against plain PyTorch on the whole batch."""
     from transformers import AutoModelForSequenceClassification
@@ -78,6 +79,8 @@ def test_an_update_is_the_mean_over_its_global_batch(
     from accel_ft.runtime.launch import make_accelerator
 
     words = job_words(still_model, rows_file, odd_file, tmp_path / "run")
+    if weights is not None:
+        words += ["--class_weights", ",".join(map(str, weights))]
     train.main(words)
     logged = {e["step"]: e for e in events_of(tmp_path / "run") if e["event"] == "train"}
     twin = build(parse(TrainConfig, words, "train"), make_accelerator())
@@ -88,7 +91,8 @@ def test_an_update_is_the_mean_over_its_global_batch(
         assert len(places) == num_rows
         batch = collate(twin.splits.train, places, Padding(twin.tokenizer, torch.device("cpu")))
         logits = model(batch["input_ids"], batch["attention_mask"]).logits
-        loss = torch.nn.functional.cross_entropy(logits, batch["labels"])
+        weight = None if weights is None else torch.tensor(weights)
+        loss = torch.nn.functional.cross_entropy(logits, batch["labels"], weight)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         assert logged[step]["loss"] == pytest.approx(loss.item(), rel=1e-5)
