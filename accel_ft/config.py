@@ -260,13 +260,18 @@ class PredictConfig(Config):
             )
         if self.input not in (None, "-") and not Path(str(self.input)).is_file():
             yield ("input",), f"input={self.input}: there is no such file"
+        elif (
+            self.input not in (None, "-")
+            and Path(self.output).resolve() == Path(str(self.input)).resolve()
+        ):
+            yield ("output",), f"output={self.output}: is the input. Fix: another file"
 
 
 def _file_faults(key: str, path: Path) -> Iterator[Fault]:
     if not path.is_file():
         found = "it is a folder" if path.is_dir() else "there is no such file"
-        siblings = [str(p) for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        yield (key,), f"{key}={path}: {found}.{nearest(str(path), siblings)}"
+        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        yield (key,), f"{key}={path}: {found}.{nearest(path.name, siblings, 0.8)}"
     elif path.suffix.lower() not in DATA_FILE_SUFFIXES:
         yield (key,), f"{key}={path}: unknown format. Allowed: {', '.join(DATA_FILE_SUFFIXES)}"
 
@@ -394,6 +399,8 @@ def _from_text(key: str, field: FieldInfo, value: Any) -> Any:
 
 def _read_yaml(path: Path) -> Iterator[tuple[str, Any, int]]:
     """Yield key, value, line of a flat YAML mapping; plain data only, no tags."""
+    if not path.is_file():
+        raise ConfigError(f"config={path}: there is no such file")
     try:
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)

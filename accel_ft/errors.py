@@ -31,14 +31,18 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, damaged, or of another run."""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return ' Did you mean `x`?' for the closest of `known`, or ''."""
-    close = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    close = get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f" Did you mean `{close[0]}`?" if close else ""
 
 
-def run_command(main: Callable[[], None]) -> None:
+def run_command(main: Callable[[], None], hint: str = "") -> None:
     """Run a command's `main`; turn a `UserError` into one message on stderr and exit code 2.
+
+    Args:
+        main: the command.
+        hint: what to do after an interruption.
 
     A fault that every rank meets is printed once: the other ranks hold theirs back for three
         seconds, in which the launcher ends them; a fault of one rank alone is printed by that rank.
@@ -53,7 +57,7 @@ def run_command(main: Callable[[], None]) -> None:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_USER_ERROR)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
+        print(f"\ninterrupted{hint}", file=sys.stderr, flush=True)
         sys.exit(130)
     except Exception:  # on other ranks mostly the echo of a fault of rank 0
         _let_rank_0_speak_first()

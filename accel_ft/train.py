@@ -55,6 +55,8 @@ def _check_output_dir(config: TrainConfig) -> None:
     from accel_ft.checkpoint.transaction import list_published
 
     folder = config.output_dir
+    if folder.is_file():
+        raise ConfigError(f"output_dir={folder}: is a file. Fix: the name of a folder")
     holds_run = (folder / "metrics.jsonl").exists() or list_published(folder / "checkpoints")
     if holds_run and config.resume_from_checkpoint is None:
         raise ConfigError(
@@ -80,4 +82,4 @@ def _say_farewell(output_dir: Path, events: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, "; --resume_from_checkpoint latest goes on after the last checkpoint")

@@ -69,10 +69,15 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
         for name, entry in reader.read_metadata().state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
+    _load_shards({"model": weights}, folder / SHARDED_WEIGHTS)
+    return weights
+
+
+def _load_shards(state: dict[str, Any], folder: Path) -> None:
+    """Fill `state` from a distributed checkpoint, in this process alone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be here
-        load_shards({"model": weights}, storage_reader=reader, no_dist=True)
-    return weights
+        load_shards(state, storage_reader=FileSystemReader(folder), no_dist=True)
 
 
 def _deal_out(accelerator: Accelerator, folder: Path, model: Any, optimizer: Any) -> None:
@@ -97,9 +102,6 @@ def _deal_out(accelerator: Accelerator, folder: Path, model: Any, optimizer: Any
 
 def _gather_up(folder: Path, model: Any, optimizer: Any) -> None:
     weights, moments = get_state_dict(model, optimizer)
-    for key, state, name in (
-        ("model", weights, SHARDED_WEIGHTS),
-        ("optimizer", moments, SHARDED_OPTIMIZER),
-    ):
-        load_shards({key: state}, storage_reader=FileSystemReader(folder / name), no_dist=True)
+    _load_shards({"model": weights}, folder / SHARDED_WEIGHTS)
+    _load_shards({"optimizer": moments}, folder / SHARDED_OPTIMIZER)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)

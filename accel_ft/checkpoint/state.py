@@ -124,7 +124,7 @@ def load(accelerator: Accelerator, folder: Path, trainer_state: dict[str, Any], 
     if trainer_state["num_processes"] != accelerator.num_processes:
         step = trainer_state["step"]
         set_seed(seed + step, device_specific=True)
-        logger.warning(
+        logger.info(
             "saved by %d processes, resumed by %d: weights, optimizer, schedule and data order "
             "carry over, the "
             "random streams of dropout cannot; they start anew from seed + step",

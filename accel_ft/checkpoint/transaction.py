@@ -52,7 +52,7 @@ def publish(final: Path, with_manifest: bool = True) -> None:
     for path in [*_files(staging), *(p for p in staging.rglob("*") if p.is_dir()), staging]:
         _fsync(path)
     if final.exists():  # a damaged one that a resume passed over, or an older final model
-        _remove(final)
+        remove(final)
     staging.rename(final)
     _fsync(final.parent)
 
@@ -92,7 +92,7 @@ def prune(root: Path, keep: int | None, protected: int | None) -> None:
     if keep is not None:
         for step, path in list_published(root)[:-keep]:
             if step != protected:
-                _remove(path)
+                remove(path)
 
 
 def remove_leftovers(root: Path, damaged: Sequence[Path] = ()) -> None:
@@ -102,19 +102,20 @@ def remove_leftovers(root: Path, damaged: Sequence[Path] = ()) -> None:
     Were those left, they would count as the newest when the others are pruned.
     """
     for path in damaged:
-        _remove(path)
+        remove(path)
     for path in root.glob(f"{STAGING_PREFIX}*"):
         shutil.rmtree(path)
 
 
-def _remove(folder: Path) -> None:
-    """Remove a published folder; its name goes first, so that a kill leaves no half of it under
-    that name.
+def remove(folder: Path) -> None:
+    """Remove a published folder, if there is one; its name goes first, so that a kill leaves no
+    half of it under that name.
     """
     doomed = folder.with_name(f"{STAGING_PREFIX}removed-{folder.name}")
     shutil.rmtree(doomed, ignore_errors=True)
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
+    if folder.exists():
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -114,6 +114,12 @@ def load_splits(config: DataConfig, tokenizer: Any, max_train_samples: int | Non
     encoded = {split: (store, encode_labels(store, names)) for split, store in stores.items()}
     train, validation = _cut(encoded, config.max_eval_samples)
     train.stop = min(train.stop, train.start + (max_train_samples or len(train)))
+    seen = len(set(validation.labels(np.arange(len(validation), dtype=np.int64)).tolist()))
+    if seen < len(names):
+        logger.warning(
+            "the %d validation rows hold %d of the %d labels: their metrics say little",
+            len(validation), seen, len(names),
+        )  # fmt: skip
     test = Split(*encoded["test"], 0, len(stores["test"])) if "test" in encoded else None
     return Splits(names, train, validation, test)
 
@@ -149,9 +155,13 @@ def load_eval_split(
 
 
 def _store(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
-    return tokenize(
+    store = tokenize(
         source, config.text_column, config.label_column, tokenizer, config.max_seq_length
     )
+    if store.num_empty_texts:
+        empty, total = store.num_empty_texts, len(store)
+        logger.warning("%s: %d of %d texts are empty; they are kept", source.name, empty, total)
+    return store
 
 
 def _cut(

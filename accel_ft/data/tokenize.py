@@ -119,15 +119,7 @@ def tokenize(
                 raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    store = TokenStore(folder, source.name)
-    if store.num_empty_texts:
-        logger.warning(
-            "%s: %d of %d texts are empty; they are kept",
-            source.name,
-            store.num_empty_texts,
-            len(store),
-        )
-    return store
+    return TokenStore(folder, source.name)
 
 
 def cache_folder() -> Path:

@@ -109,7 +109,9 @@ def _build_model(
         label2id={label: label_id for label_id, label in labels.items()},
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = load.load_for_training(folder, model_config, accelerator.device)
+    model, drawn = load.load_for_training(folder, model_config, accelerator.device)
+    if drawn and config.resume_from_checkpoint is None:
+        logger.info("not in the pretrained weights, drawn anew: %s", ", ".join(drawn))
     optimizer = make_optimizer(model, scaled_learning_rate(config), config.weight_decay)
     scheduler = make_scheduler(config, optimizer, num_steps)
     fsdp.configure(accelerator, model)
@@ -146,6 +148,8 @@ def is_finished(run: Run) -> bool:
     ends = [event["step"] for event in read_events(run.events.path) if event["event"] == "end"]
     if run.config.resume_from_checkpoint != "latest" or not ends or ends[-1] < run.num_steps:
         return False
+    if ends[-1] > run.num_steps:
+        logger.info("it was trained for %d updates, %d are asked for", ends[-1], run.num_steps)
     receipt = json.loads((run.output_dir / "receipt.json").read_text(encoding="utf-8"))
     state.check_same_run(run.output_dir, receipt["identity"], run.identity)
     return True
@@ -173,6 +177,7 @@ def start_or_resume(run: Run) -> None:
     accelerator.wait_for_everyone()  # all have looked
     if accelerator.is_main_process:
         transaction.remove_leftovers(run.checkpoints, later)
+        transaction.remove(run.output_dir / "model")  # of an earlier end: what goes on has none yet
         run.events.rewind(run.step)
         if run.step > 0:
             run.events.write("resume", step=run.step, num_processes=accelerator.num_processes)

@@ -6,7 +6,6 @@ import base64
 import hashlib
 import importlib.metadata
 import importlib.util
-import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,6 @@ from accel_ft.errors import CheckpointError, ConfigError, nearest
 from accel_ft.runtime.hub import hub_reachable, unreachable_message
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
 
 PACKAGE = "package://"
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -147,7 +145,7 @@ def check_max_seq_length(max_seq_length: int, limit: int | None) -> None:
         )
 
 
-def load_for_training(folder: str, config: Any, device: torch.device) -> Any:
+def load_for_training(folder: str, config: Any, device: torch.device) -> tuple[Any, list[str]]:
     """Load a classifier in float32; a head that is missing or has other labels is drawn anew.
 
     Args:
@@ -156,6 +154,9 @@ def load_for_training(folder: str, config: Any, device: torch.device) -> Any:
         device: decides the attention path. Eager is the faster one on a CPU that trains:
             scaled_dot_product_attention with dropout takes a slow path there.
 
+    Returns:
+        The model, and the names of the parameters that were drawn anew.
+
     Raises:
         ConfigError: where it cannot be had.
     """
@@ -163,11 +164,8 @@ def load_for_training(folder: str, config: Any, device: torch.device) -> Any:
     model, info = _load(
         "model_name_or_path", folder, config=config, ignore_mismatched_sizes=True, **attention
     )
-    new = sorted({str(entry[0] if isinstance(entry, tuple) else entry) for entry in info})
-    if new:
-        logger.info("not in the pretrained weights, drawn anew: %s", ", ".join(new))
     model.config.architectures = [type(model).__name__]  # a base model's config names that one
-    return model
+    return model, sorted({str(entry[0] if isinstance(entry, tuple) else entry) for entry in info})
 
 
 def classifier_labels(folder: str, config: Any) -> list[str]:

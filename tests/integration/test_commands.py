@@ -107,6 +107,11 @@ def test_faults_end_with_one_message(
             "is no sequence classifier but ['BertModel']",
         ),
         ("predict", ["--checkpoint", "TINY"], "exactly one is needed"),
+        (
+            "predict",
+            ["--checkpoint", "TINY", "--input", "ROWS", "--output", "ROWS"],
+            "is the input",
+        ),
         ("predict", ["--checkpoint", "TINY", "--input", "no.csv"], "there is no such file"),
         (
             "predict",

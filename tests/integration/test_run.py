@@ -178,6 +178,29 @@ def test_a_finished_run_goes_on_when_given_more_epochs(finished: Path, tmp_path:
     assert events[-1] == {"event": "end", "step": 4, "model_step": 4}
 
 
+def test_a_run_that_goes_on_has_no_final_model(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else predictions would come from the model of its earlier end until it ends again."""
+    from accel_ft.checkpoint.open import model_folder
+    from accel_ft.engine import loop
+
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    words = [
+        "--config",
+        str(finished / "config.yaml"),
+        "--output_dir",
+        str(run),
+        "--num_train_epochs",
+        "3",
+    ]
+    monkeypatch.setattr(loop, "forward", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        train.main([*words, "--resume_from_checkpoint", "latest"])
+    assert model_folder(str(run)) == str(run / "checkpoints" / "step_00000012")
+
+
 def test_a_folder_with_a_run_is_not_overwritten(finished: Path) -> None:
     before = (finished / "metrics.jsonl").read_bytes()
     with pytest.raises(
