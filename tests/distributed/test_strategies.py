@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import job_words, launch, run, write_rows
+from safetensors.torch import load_file
 from test_ranks import on_ranks
 
 STRATEGIES = {
@@ -206,3 +208,21 @@ def test_export_of_every_strategy(whole: dict[str, Any], tmp_path: Path) -> None
         logits[strategy] = [value for row in ours for value in row]
     for strategy in ("ddp2", "fsdp2"):
         assert logits[strategy] == pytest.approx(logits["single"], abs=1e-5)
+
+
+def test_the_same_state_leaves_the_same_model(
+    whole: dict[str, Any], tmp_path: Path, still_model: Path, rows_file: Path, odd_file: Path
+) -> None:
+    """One process's last checkpoint, opened and left as a model under DDP and FSDP2: bit for bit the same weights."""
+    single = whole["single"][0]
+    expected = load_file(single / "model" / "model.safetensors")
+    for strategy in ("ddp2", "fsdp2"):
+        task = {
+            "do": "resume_from",
+            "words": job_words(still_model, rows_file, odd_file, tmp_path / strategy),
+            "checkpoint": str(single / "checkpoints" / "step_00000012"),
+        }
+        on(strategy, tmp_path / f"tasks_{strategy}", task)
+        found = load_file(tmp_path / strategy / "model" / "model.safetensors")
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
