@@ -167,6 +167,15 @@ class TrainConfig(DataConfig):
     """`latest`, or a checkpoint's folder. `latest` with no checkpoint yet starts from the
     beginning.
     """
+    allow_changed: tuple[str, ...] | None = None
+    """What may differ between a checkpoint and this job, by name, such as learning_rate,train_data;
+    any other difference ends a resume."""
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """When loss or gradients are not finite: stop; skip the update; or rollback to the last
+    checkpoint and pass over that batch. fp16's own overflows are no such case."""
+    ddp_timeout: int = Field(300, ge=5)
+    """Seconds after which a rank that does not come counts as lost. Waiting for rank 0 to tokenise
+    or save is not limited."""
     dataloader_num_workers: int = Field(0, ge=0)
     """Processes on each rank that prepare batches; 0 does it in the training process."""
 

@@ -1,18 +1,32 @@
-"""Faults of the user or the machine: one short message each, exit code 2, never a traceback."""
+"""How a command ends: faults of the user or the machine with one short message, never a traceback.
 
+exit code 0     done
+          1     a rank failed, or a fault of accel_ft (with its traceback)
+          2     a fault the user can mend
+          75    preempted: a checkpoint was saved, start again (EX_TEMPFAIL of sysexits.h)
+          128+n a second signal n ended it at once
+"""
+
+import contextlib
+import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 
+EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
+EXIT_PREEMPTED = 75
 
 
 class UserError(Exception):
     """A fault the user can mend; the message says what was found, what is allowed and how to mend
     it.
     """
+
+    exit_code = EXIT_USER_ERROR
 
 
 class ConfigError(UserError):
@@ -31,18 +45,29 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, damaged, or of another run."""
 
 
+class RankError(UserError):
+    """Another rank died, stopped or failed; names it, its stage and its log."""
+
+    exit_code = EXIT_FAILED
+
+
+class Preempted(UserError):
+    """A signal asked the run to stop; its state is saved."""
+
+    exit_code = EXIT_PREEMPTED
+
+
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return ' Did you mean `x`?' for the closest of `known`, or ''."""
     close = get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f" Did you mean `{close[0]}`?" if close else ""
 
 
-def run_command(main: Callable[[], None], hint: str = "") -> None:
+def run_command(main: Callable[[], None]) -> None:
     """Run a command's `main`; turn a `UserError` into one message on stderr and exit code 2.
 
     Args:
         main: the command.
-        hint: what to do after an interruption.
 
     A fault that every rank meets is printed once: the other ranks hold theirs back for three
         seconds, in which the launcher ends them; a fault of one rank alone is printed by that rank.
@@ -53,15 +78,32 @@ def run_command(main: Callable[[], None], hint: str = "") -> None:
         if isinstance(error, BrokenPipeError):  # `... | head` closed our standard output
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
+        preempted = isinstance(error, Preempted)
+        leave_last_words(str(error) if preempted else f"error: {error}")
+        if preempted:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the launcher, as others have ended
+            if os.environ.get("RANK", "0") != "0":  # all ranks alike
+                sys.exit(EXIT_PREEMPTED)
         _let_rank_0_speak_first()
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(EXIT_USER_ERROR)
+        print(f"{'' if preempted else 'error: '}{error}", file=sys.stderr, flush=True)
+        sys.exit(getattr(error, "exit_code", EXIT_USER_ERROR))
     except KeyboardInterrupt:
-        print(f"\ninterrupted{hint}", file=sys.stderr, flush=True)
+        print("\ninterrupted", file=sys.stderr, flush=True)
         sys.exit(130)
     except Exception:  # on other ranks mostly the echo of a fault of rank 0
         _let_rank_0_speak_first()
         raise
+
+
+def leave_last_words(message: str) -> None:
+    """Write what torchrun's launcher, which speaks last, is to print should this rank fail.
+
+    Source: torch/distributed/elastic/multiprocessing/errors, the error file.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": message, "timestamp": str(int(time.time()))}, file)
 
 
 def _let_rank_0_speak_first() -> None:

@@ -30,7 +30,7 @@ def export(checkpoint: str, output: Path) -> None:
     """
     from safetensors.torch import save_file
 
-    from accel_ft.checkpoint import convert, transaction
+    from accel_ft.checkpoint import convert, state, transaction
     from accel_ft.checkpoint.open import model_folder
     from accel_ft.model.load import classifier_labels, load_model_config, load_tokenizer, resolve
     from accel_ft.runtime.card import model_card
@@ -39,14 +39,13 @@ def export(checkpoint: str, output: Path) -> None:
     model_config = load_model_config(folder, "checkpoint")
     names = classifier_labels(folder, model_config)
     tokenizer = load_tokenizer(folder, "checkpoint")
-    staging = transaction.start(output)
-    weights = convert.read_weights(Path(folder))  # no model is built: memory is the weights' size
-    save_file(weights, staging / convert.WEIGHTS, metadata={"format": "pt"})
-    model_config.save_pretrained(staging)
-    tokenizer.save_pretrained(staging)
-    card = model_card(names, run_settings({"checkpoint": checkpoint}))
-    (staging / "README.md").write_text(card, encoding="utf-8")
-    transaction.publish(output, with_manifest=False)
+    with transaction.writing(output) as staging:
+        weights = state.read_weights(Path(folder))  # no model is built: memory is their size
+        save_file(weights, staging / convert.WEIGHTS, metadata={"format": "pt"})
+        model_config.save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
+        card = model_card(names, run_settings({"checkpoint": checkpoint}))
+        (staging / "README.md").write_text(card, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ accelerate launch --config_file STRATEGY.yaml -m accel_ft.train --config JOB.yam
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +28,50 @@ def fit(config: TrainConfig) -> None:
         UserError: for what the user can mend, before the model is loaded where it can be known
             before.
     """
-    from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs
+    from accelerate.utils import (
+        DataLoaderConfiguration,
+        DistributedDataParallelKwargs,
+        InitProcessGroupKwargs,
+    )
 
     from accel_ft.engine.build import build, is_finished, start_or_resume
     from accel_ft.engine.loop import train
+    from accel_ft.runtime.files import locked
     from accel_ft.runtime.launch import make_accelerator
     from accel_ft.runtime.logging import read_events, setup_logging
+    from accel_ft.runtime.watch import Watch
 
     accelerator = make_accelerator(
         dataloader_config=DataLoaderConfiguration(non_blocking=True),
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+            InitProcessGroupKwargs(timeout=timedelta(seconds=config.ddp_timeout)),
+        ],
     )
     setup_logging(accelerator.process_index)
     _check_output_dir(config)
-    run = build(config, accelerator)
-    if is_finished(run):
-        logger.info("%s is finished: nothing to do", config.output_dir)
-    else:
-        start_or_resume(run)
-        train(run)
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        _say_farewell(config.output_dir, list(read_events(run.events.path)))
+    ranks = config.output_dir / "ranks"
+    rank, num_ranks, is_main = (
+        accelerator.process_index,
+        accelerator.num_processes,
+        accelerator.is_main_process,
+    )
+    with (
+        locked(config.output_dir, ranks / "lock") if is_main else nullcontext(),
+        Watch(ranks, rank, num_ranks, config.ddp_timeout) as watch,
+    ):
+        run = build(config, accelerator, watch)
+        if is_finished(run):
+            logger.info("%s is finished: nothing to do", config.output_dir)
+        else:
+            try:
+                start_or_resume(run)
+                train(run)
+            finally:
+                run.close()
+        watch.wait()
+        if is_main:
+            _say_farewell(config.output_dir, list(read_events(run.events.path)))
 
 
 def _check_output_dir(config: TrainConfig) -> None:
@@ -82,4 +106,4 @@ def _say_farewell(output_dir: Path, events: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, "; --resume_from_checkpoint latest goes on after the last checkpoint")
+    run_command(main)

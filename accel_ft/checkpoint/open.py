@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from accel_ft.checkpoint import convert, transaction
-from accel_ft.checkpoint.state import newest_sound
+from accel_ft.checkpoint import convert, state, transaction
 from accel_ft.errors import CheckpointError
 from accel_ft.model import load
 
@@ -45,7 +44,7 @@ def open_classifier(checkpoint: str, device: torch.device) -> Classifier:
     tokenizer = load.load_tokenizer(folder, "checkpoint")
     config = load.load_model_config(folder, "checkpoint")
     names = load.classifier_labels(folder, config)
-    weights = convert.read_weights(Path(folder)) if convert.is_sharded(Path(folder)) else None
+    weights = state.read_weights(Path(folder)) if convert.is_sharded(Path(folder)) else None
     model = load.load_for_inference(folder, config, weights).to(device).eval()
     return Classifier(folder, model, tokenizer, names, load.position_limit(config, tokenizer))
 
@@ -64,11 +63,11 @@ def model_folder(path: str) -> str:
     """
     folder = Path(path)
     if (folder / transaction.MANIFEST).is_file():
-        transaction.verify(folder)
+        state.check(folder)
     elif (folder / "model" / "config.json").is_file():
         return str(folder / "model")
     elif (folder / "checkpoints").is_dir():
-        newest = newest_sound(folder / "checkpoints")
+        newest = state.newest_sound(folder / "checkpoints")
         if newest is None:
             raise CheckpointError(f"{path}: has no checkpoint yet")
         logger.warning("%s has no final model yet; taking %s", path, newest.name)

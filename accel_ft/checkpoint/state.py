@@ -6,24 +6,34 @@ registered for checkpointing is unpickled) and the model's config and tokenizer,
 checkpoint of one process or DDP is a Hugging Face folder.
 """
 
+import contextlib
 import json
 import logging
+import shutil
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
+from torch.distributed.checkpoint.api import CheckpointException
 
-from accel_ft.checkpoint import convert, transaction
+from accel_ft.checkpoint import convert, transaction, trust
 from accel_ft.errors import CheckpointError
+from accel_ft.runtime.watch import Watch
 
 logger = logging.getLogger(__name__)
 
 TRAINER_STATE = "trainer_state.json"
+TRAINER_STATE_KEYS = {
+    "step", "num_processes", "identity", "scheduler", "loss_sums", "loss_weight", "best",
+    "eval_is_due", "passed_over",
+}  # fmt: skip
 
 
 def save(
     accelerator: Accelerator,
+    watch: Watch,
     final: Path,
     trainer_state: dict[str, Any],
     config: Any,
@@ -35,20 +45,54 @@ def save(
         final: where the checkpoint is published.
         trainer_state: what is not in accelerate's hands; plain JSON values.
         config, tokenizer: of the model.
+
+    Raises:
+        CheckpointError: some rank could not write; the same one on every rank. What was published
+            before is intact, what was staged is gone.
     """
-    staging = transaction.staging_folder(final)
-    if accelerator.is_main_process:
-        transaction.start(final)
-    accelerator.wait_for_everyone()
-    accelerator.save_state(str(staging))
-    if accelerator.is_main_process:
-        (staging / TRAINER_STATE).write_text(json.dumps(trainer_state, indent=1), encoding="utf-8")
-        config.save_pretrained(staging)
-        tokenizer.save_pretrained(staging)
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        transaction.publish(final)
-    accelerator.wait_for_everyone()
+    staging, is_main = transaction.staging_folder(final), accelerator.is_main_process
+    with _together(watch, final):
+        if is_main:
+            transaction.start(final)
+    with _together(watch, final):
+        accelerator.save_state(str(staging))
+        if is_main:
+            text = json.dumps(trainer_state, indent=1)
+            (staging / TRAINER_STATE).write_text(text, encoding="utf-8")
+            config.save_pretrained(staging)
+            tokenizer.save_pretrained(staging)
+    with _together(watch, final):
+        if is_main:
+            transaction.publish(final)
+
+
+@contextlib.contextmanager
+def _together(watch: Watch, final: Path) -> Iterator[None]:
+    """Enter and leave with all ranks; where one failed, remove what is staged and raise on all."""
+    fault: BaseException | None = None
+    try:
+        yield
+    except (Exception, CheckpointException) as error:  # each library wraps the system's error
+        fault = error
+    told = watch.tell(None if fault is None else _first_line(fault))
+    if any(told):
+        shutil.rmtree(transaction.staging_folder(final), ignore_errors=True)
+        reason = next(reason for reason in told if reason)
+        with contextlib.suppress(OSError):
+            reason += f" ({shutil.disk_usage(final.parent).free / 1e6:,.0f} MB free)"
+        newest = [path.name for _, path in transaction.list_published(final.parent)][-1:]
+        left = f"{newest[0]} is the newest that was" if newest else "none was yet"
+        raise CheckpointError(f"{final} could not be saved: {reason}; {left}") from fault
+
+
+def check(folder: Path) -> None:
+    """Check that a checkpoint is whole and that no file of it runs code.
+
+    Raises:
+        CheckpointError: naming the files.
+    """
+    transaction.verify(folder)
+    trust.refuse_code(folder)
 
 
 def find(accelerator: Accelerator, root: Path, wanted: str | None) -> Path | None:
@@ -69,7 +113,7 @@ def find(accelerator: Accelerator, root: Path, wanted: str | None) -> Path | Non
             newest = newest_sound(root)
             found = [None if newest is None else str(newest)]
         else:
-            transaction.verify(Path(wanted))
+            check(Path(wanted))
             found = [wanted]
     broadcast_object_list(found)
     return None if found[0] is None else Path(found[0])
@@ -82,7 +126,7 @@ def is_sound(accelerator: Accelerator, folder: Path) -> bool:
     sound = [False]
     if accelerator.is_main_process:
         try:
-            transaction.verify(folder)
+            check(folder)
             sound = [True]
         except CheckpointError as error:
             logger.warning("passed over: %s", error)
@@ -100,7 +144,7 @@ def newest_sound(root: Path) -> Path | None:
     published = transaction.list_published(root)
     for _, folder in reversed(published):
         try:
-            transaction.verify(folder)
+            check(folder)
             return folder
         except CheckpointError as error:
             logger.warning("passed over: %s", error)
@@ -110,8 +154,18 @@ def newest_sound(root: Path) -> Path | None:
 
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
-    """Read a verified checkpoint's trainer_state.json."""
-    state: dict[str, Any] = json.loads((folder / TRAINER_STATE).read_text(encoding="utf-8"))
+    """Read a verified checkpoint's trainer_state.json.
+
+    Raises:
+        CheckpointError: it is none of ours.
+    """
+    try:
+        state: dict[str, Any] = json.loads((folder / TRAINER_STATE).read_text(encoding="utf-8"))
+        missing = TRAINER_STATE_KEYS - state.keys()
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{folder}: no readable {TRAINER_STATE} ({error})") from error
+    if missing:
+        raise CheckpointError(f"{folder}: {TRAINER_STATE} lacks {', '.join(sorted(missing))}")
     return state
 
 
@@ -119,7 +173,10 @@ def load(accelerator: Accelerator, folder: Path, trainer_state: dict[str, Any], 
     """Load a verified checkpoint into the prepared model, optimizer and random number generators.
     Collective.
     """
-    convert.load_any(accelerator, folder)
+    try:
+        convert.load_any(accelerator, folder)
+    except (Exception, CheckpointException) as error:  # a foreign file fails in any way
+        raise CheckpointError(f"{folder}: cannot be loaded: {_first_line(error)}") from error
     accelerator.step = 0  # counts micro steps; a checkpoint stands between two updates
     if trainer_state["num_processes"] != accelerator.num_processes:
         step = trainer_state["step"]
@@ -133,12 +190,27 @@ def load(accelerator: Accelerator, folder: Path, trainer_state: dict[str, Any], 
         )
 
 
-def check_same_run(folder: Path, saved: dict[str, Any], identity: dict[str, Any]) -> None:
+def read_weights(folder: Path) -> dict[str, Any]:
+    """Return a verified checkpoint's weights by name, in one process.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    try:
+        return convert.read_weights(folder)
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"{folder}: cannot be loaded: {_first_line(error)}") from error
+
+
+def check_same_run(
+    folder: Path, saved: dict[str, Any], identity: dict[str, Any], allowed: Collection[str] = ()
+) -> None:
     """Refuse to go on with another job's checkpoint.
 
     Args:
         saved: the identity in the checkpoint.
         identity: of this job: model, labels, data, global batch size, seed.
+        allowed: names of what may differ.
 
     Raises:
         CheckpointError: listing the differences.
@@ -146,10 +218,21 @@ def check_same_run(folder: Path, saved: dict[str, Any], identity: dict[str, Any]
     differences = [
         f"{key}: {saved.get(key)!r} in the checkpoint, {value!r} in this job"
         for key, value in identity.items()
-        if saved.get(key) != value
+        if saved.get(key) != value and not (key in allowed and _can_differ(saved.get(key), value))
     ]
     if differences:
         raise CheckpointError(
-            f"{folder}: belongs to another job. Fix: the same settings, or another output_dir\n  "
-            + "\n  ".join(differences)
+            f"{folder}: belongs to another job. Fix: the same settings, another output_dir, or "
+            "--allow_changed with the names of what may differ\n  " + "\n  ".join(differences)
         )
+
+
+def _can_differ(saved: Any, wanted: Any) -> bool:
+    """Other label names are a choice, another number of them another model."""
+    return not isinstance(wanted, list) or len(saved or ()) == len(wanted)
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):  # torch's own, with the ranks' errors in it
+        error = next(iter(error.failures.values()))[0]
+    return (str(error).strip().splitlines() or [repr(error)])[0]

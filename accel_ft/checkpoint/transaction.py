@@ -8,13 +8,15 @@ Write: into a staging folder; SHA-256 and size of every file into manifest.json;
     checkpoints/step_00000500/            published
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from accel_ft.errors import CheckpointError
 
@@ -32,12 +34,32 @@ def staging_folder(final: Path) -> Path:
     return final.with_name(STAGING_PREFIX + final.name)
 
 
+def make_root(root: Path) -> None:
+    """Make the folder of checkpoints, on the disk too."""
+    root.mkdir(parents=True, exist_ok=True)
+    for folder in (root, root.parent, root.parent.parent):
+        _fsync(folder)
+
+
 def start(final: Path) -> Path:
     """Make an empty staging folder for `final` and return it."""
     staging = staging_folder(final)
     shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
+    staging.mkdir()
     return staging
+
+
+@contextlib.contextmanager
+def writing(final: Path) -> Iterator[Path]:
+    """Give an empty staging folder; publish it without a manifest, or remove it after a fault."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    staging = start(final)
+    try:
+        yield staging
+        publish(final, with_manifest=False)  # users may add to such a folder
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
 
 
 def publish(final: Path, with_manifest: bool = True) -> None:
@@ -48,7 +70,7 @@ def publish(final: Path, with_manifest: bool = True) -> None:
             path.chmod(staging.stat().st_mode & 0o666)
     if with_manifest:
         entries = {path.relative_to(staging).as_posix(): _entry(path) for path in _files(staging)}
-        (staging / MANIFEST).write_text(json.dumps({"files": entries}, indent=1), encoding="utf-8")
+        (staging / MANIFEST).write_text(_manifest(entries), encoding="utf-8")
     for path in [*_files(staging), *(p for p in staging.rglob("*") if p.is_dir()), staging]:
         _fsync(path)
     if final.exists():  # a damaged one that a resume passed over, or an older final model
@@ -64,18 +86,21 @@ def verify(folder: Path) -> None:
         CheckpointError: naming what is missing, changed, or not of this folder.
     """
     try:
-        entries = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        text = (folder / MANIFEST).read_text(encoding="utf-8")
+        entries = dict(json.loads(text)["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder}: no readable {MANIFEST} ({error})") from error
     found = {path.relative_to(folder).as_posix() for path in _files(folder)} - {MANIFEST}
-    if found != set(entries):
-        missing, extra = sorted(set(entries) - found), sorted(found - set(entries))
-        raise CheckpointError(f"{folder}: missing files {missing}, files of unknown origin {extra}")
-    for name, entry in entries.items():
-        if _entry(folder / name) != entry:
-            raise CheckpointError(
-                f"{folder}: {name} is damaged (size or SHA-256 differs from {MANIFEST})"
-            )
+    faults = [f"{name} is missing" for name in sorted(entries.keys() - found)]
+    faults += [f"{name} is of unknown origin" for name in sorted(found - entries.keys())]
+    faults += [f"{MANIFEST} is damaged"] * (text != _manifest(entries))
+    for name in sorted(found & entries.keys()):
+        entry, wanted = _entry(folder / name), entries[name]
+        if entry != wanted:
+            size = isinstance(wanted, dict) and wanted.get("bytes") == entry["bytes"]
+            faults.append(f"{name} is damaged ({'SHA-256' if size else 'size'} differs)")
+    if faults:
+        raise CheckpointError(f"{folder}: " + "; ".join(faults))
 
 
 def list_published(root: Path) -> list[tuple[int, Path]]:
@@ -116,6 +141,25 @@ def remove(folder: Path) -> None:
     if folder.exists():
         folder.rename(doomed)
         shutil.rmtree(doomed)
+
+
+def require_space(folder: Path, num_bytes: int, what: str) -> None:
+    """Check that the disk of `folder` has room.
+
+    Raises:
+        CheckpointError: with what is free and what is needed.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise CheckpointError(
+            f"output_dir={folder}: {free / 1e6:,.0f} MB are free on its disk, {what} needs "
+            f"{num_bytes / 1e6:,.0f} MB. Fix: free some, another output_dir, or a smaller "
+            "save_total_limit"
+        )
+
+
+def _manifest(entries: dict[str, Any]) -> str:
+    return json.dumps({"files": entries}, indent=1)
 
 
 def _files(folder: Path) -> list[Path]:

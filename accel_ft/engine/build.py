@@ -17,13 +17,15 @@ from accel_ft.data.plan import Plan
 from accel_ft.data.splits import Splits, class_weights, load_splits
 from accel_ft.engine.evaluation import make_eval_loader
 from accel_ft.engine.run import Run
-from accel_ft.errors import CheckpointError, ConfigError
+from accel_ft.errors import CheckpointError, ConfigError, nearest
 from accel_ft.model import load
 from accel_ft.model.optim import make_optimizer, make_scheduler, scaled_learning_rate
 from accel_ft.runtime import fsdp
+from accel_ft.runtime.files import write_whole
 from accel_ft.runtime.launch import check_granted
 from accel_ft.runtime.logging import EventLog, read_events
 from accel_ft.runtime.receipt import write_receipt
+from accel_ft.runtime.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +48,14 @@ IDENTITY_KEYS = {
 }
 
 
-def build(config: TrainConfig, accelerator: Accelerator) -> Run:
+def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     """Make the parts of a run: data, plan, model, optimizer, schedule, loaders. Collective."""
     folder = load.resolve(config.model_name_or_path)
     tokenizer = load.load_tokenizer(folder)
     limit = load.position_limit(load.load_model_config(folder), tokenizer)
     load.check_max_seq_length(config.max_seq_length, limit)
-    with accelerator.local_main_process_first():  # one rank tokenises, the others find its cache
+    watch.stage("data")
+    with watch.first(accelerator.is_local_main_process):  # it tokenises, others find its cache
         splits = load_splits(config, tokenizer, config.max_train_samples)
     splits.train.class_weights = class_weights(
         config.class_weights, splits.train, splits.label_names
@@ -63,7 +66,10 @@ def build(config: TrainConfig, accelerator: Accelerator) -> Run:
     num_micro_batches = accumulation_steps * accelerator.num_processes
     plan = Plan(len(splits.train), config.global_batch_size, config.seed, splits.train.lengths)
     num_steps = config.max_steps or math.ceil(config.num_train_epochs * plan.steps_per_epoch)
-    model, optimizer, scheduler = _build_model(config, accelerator, splits, tokenizer, num_steps)
+    watch.stage("model")
+    model, optimizer, scheduler = _build_model(
+        config, accelerator, watch, splits, tokenizer, num_steps
+    )
 
     def eval_loader(split: Any) -> Any:
         return make_eval_loader(accelerator, split, config.per_device_eval_batch_size, tokenizer)
@@ -71,6 +77,7 @@ def build(config: TrainConfig, accelerator: Accelerator) -> Run:
     return Run(
         config=config,
         accelerator=accelerator,
+        watch=watch,
         model=model,
         tokenizer=tokenizer,
         optimizer=optimizer,
@@ -97,7 +104,12 @@ def build(config: TrainConfig, accelerator: Accelerator) -> Run:
 
 
 def _build_model(
-    config: TrainConfig, accelerator: Accelerator, splits: Splits, tokenizer: Any, num_steps: int
+    config: TrainConfig,
+    accelerator: Accelerator,
+    watch: Watch,
+    splits: Splits,
+    tokenizer: Any,
+    num_steps: int,
 ) -> tuple[Any, Any, Any]:
     """Return model and optimizer, prepared, and the schedule."""
     set_seed(config.seed)  # the same new head on every rank
@@ -114,6 +126,7 @@ def _build_model(
         logger.info("not in the pretrained weights, drawn anew: %s", ", ".join(drawn))
     optimizer = make_optimizer(model, scaled_learning_rate(config), config.weight_decay)
     scheduler = make_scheduler(config, optimizer, num_steps)
+    watch.stage("wrap")
     fsdp.configure(accelerator, model)
     model, optimizer = accelerator.prepare(model, optimizer)
     check_granted(accelerator, model)
@@ -151,7 +164,8 @@ def is_finished(run: Run) -> bool:
     if ends[-1] > run.num_steps:
         logger.info("it was trained for %d updates, %d are asked for", ends[-1], run.num_steps)
     receipt = json.loads((run.output_dir / "receipt.json").read_text(encoding="utf-8"))
-    state.check_same_run(run.output_dir, receipt["identity"], run.identity)
+    allowed = run.config.allow_changed or ()
+    state.check_same_run(run.output_dir, receipt["identity"], run.identity, allowed)
     return True
 
 
@@ -162,6 +176,12 @@ def start_or_resume(run: Run) -> None:
         CheckpointError: it is missing, damaged, another job's, or older than others of this run.
     """
     wanted, accelerator = run.config.resume_from_checkpoint, run.accelerator
+    for name in run.config.allow_changed or ():
+        if name not in run.identity:
+            raise ConfigError(
+                f"allow_changed={name}: nothing of that name is compared."
+                f"{nearest(name, run.identity)} Allowed: {', '.join(run.identity)}"
+            )
     folder = state.find(accelerator, run.checkpoints, wanted)
     if folder is not None:
         run.resume(folder)
@@ -174,21 +194,43 @@ def start_or_resume(run: Run) -> None:
             f"resume_from_checkpoint={wanted}: {run.checkpoints} holds later ones, up to "
             f"{later[-1].name}. Fix: another output_dir, or remove them yourself"
         )
-    accelerator.wait_for_everyone()  # all have looked
+    run.watch.wait()  # all have looked
     if accelerator.is_main_process:
+        transaction.make_root(run.checkpoints)
         transaction.remove_leftovers(run.checkpoints, later)
         transaction.remove(run.output_dir / "model")  # of an earlier end: what goes on has none yet
         run.events.rewind(run.step)
         if run.step > 0:
             run.events.write("resume", step=run.step, num_processes=accelerator.num_processes)
+        _check_space(run)
         _describe(run)
-    accelerator.wait_for_everyone()
+    run.watch.wait()
+    if run.config.on_nonfinite == "rollback" and run.step == 0:
+        run.save()  # what the first update can be rolled back to
+
+
+def _check_space(run: Run) -> None:
+    """Check that the disk has room for all checkpoints that will be there at once, and the model.
+
+    Raises:
+        CheckpointError: it has not.
+    """
+    config, updates = run.config, run.num_steps - run.step
+    saves = math.ceil(updates / config.save_steps)
+    if config.load_best_model_at_end:
+        saves += math.ceil(updates / (config.eval_steps or run.plan.steps_per_epoch))
+    there = len(transaction.list_published(run.checkpoints))
+    if config.save_total_limit is not None:  # one more while the newest is written
+        at_once = config.save_total_limit + 1 + config.load_best_model_at_end
+        saves = max(min(saves, at_once - there), 0)
+    weights = sum(4 * parameter.numel() for parameter in run.model.parameters())
+    transaction.require_space(run.output_dir, 3 * weights * saves + weights, "this run")
 
 
 def _describe(run: Run) -> None:
     """Write config.yaml and receipt.json."""
-    settings = run.config.resolved(resume_from_checkpoint=None)
-    (run.output_dir / "config.yaml").write_text(settings.to_yaml(), encoding="utf-8")
+    settings = run.config.resolved(resume_from_checkpoint=None, allow_changed=None)
+    write_whole(run.output_dir / "config.yaml", settings.to_yaml())
     splits = {"train": run.splits.train, "validation": run.splits.validation}
     if run.splits.test is not None:
         splits["test"] = run.splits.test

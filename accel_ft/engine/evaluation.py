@@ -2,6 +2,7 @@
 may be missing.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,10 +32,17 @@ def make_eval_loader(
 
 @torch.no_grad()
 def predict_split(
-    accelerator: Accelerator, model: nn.Module, loader: Any, num_samples: int
+    accelerator: Accelerator,
+    model: nn.Module,
+    loader: Any,
+    num_samples: int,
+    before_batch: Callable[[], None] = lambda: None,
 ) -> NDArray[np.float32]:
     """Return the logits of all samples by place, float32 [n, C], the same on every rank.
     Collective.
+
+    Args:
+        before_batch: may raise, on all ranks alike, to end it early.
 
     Raises:
         RuntimeError: a sample is missing or came twice.
@@ -42,11 +50,15 @@ def predict_split(
     was_training = model.training
     model.eval()
     logits, places = [], []
-    for batch in loader:
-        with accelerator.autocast():
-            logits.append(forward(model, batch))
-        places.append(batch["places"])
-    model.train(was_training)
+    try:
+        for batch in loader:
+            before_batch()
+            with accelerator.autocast():
+                logits.append(forward(model, batch))
+            places.append(batch["places"])
+    finally:
+        model.train(was_training)
+        loader.end()
     gathered: list[torch.Tensor] = [
         accelerator.gather(accelerator.pad_across_processes(torch.cat(rows), dim=0, pad_index=-1))
         for rows in (places, logits)
@@ -61,12 +73,17 @@ def predict_split(
 
 
 def evaluate(
-    accelerator: Accelerator, model: nn.Module, loader: Any, split: Split, label_names: list[str]
+    accelerator: Accelerator,
+    model: nn.Module,
+    loader: Any,
+    split: Split,
+    label_names: list[str],
+    before_batch: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Return the metrics of a split (see `classification_metrics`), the same on every rank.
     Collective.
     """
-    logits = predict_split(accelerator, model, loader, len(split))
+    logits = predict_split(accelerator, model, loader, len(split), before_batch)
     return classification_metrics(
         logits, split.labels(np.arange(len(split), dtype=np.int64)), label_names
     )

@@ -10,13 +10,14 @@ def train(run: Run) -> None:
     """Train from update `run.step` to the last one, then leave the final model."""
     accelerator, model, optimizer = run.accelerator, run.model, run.optimizer
     max_grad_norm = run.config.max_grad_norm or float("inf")
-    micro_batches = iter(run.start())
+    micro_batches = run.start()
     model.train()
     while run.step < run.num_steps:
+        if run.passes_over(micro_batches):
+            continue
         # The weight of the whole global batch is known from the plan, without asking the other
-        # ranks. The factor
-        # cancels what is divided by later: accumulation steps in `backward`, ranks in the gradient
-        # all-reduce.
+        # ranks. The factor cancels what is divided by later: accumulation steps in `backward`,
+        # ranks in the gradient all-reduce.
         scale = run.num_micro_batches / run.global_weight()
         for batch in islice(micro_batches, run.accumulation_steps):
             with accelerator.accumulate(model):
@@ -25,12 +26,14 @@ def train(run: Run) -> None:
                     logits, batch["labels"], batch["weights"], run.config.label_smoothing_factor
                 )
                 accelerator.backward(loss * scale)
-                if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
-                optimizer.step()
-                optimizer.zero_grad()
             run.add_loss(loss)
-        learning_rate = run.scheduler.get_last_lr()[0]
-        run.scheduler.step()
-        run.after_update(learning_rate, grad_norm)
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
+        healthy = run.all_finite(grad_norm)  # on every rank, before the weights move
+        if healthy:
+            optimizer.step()
+        optimizer.zero_grad()
+        if healthy or run.may_skip():
+            run.after_update()
+        else:
+            micro_batches = run.roll_back()
     run.finish()

@@ -2,25 +2,38 @@
 
 import logging
 import math
+import signal
 import time
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
+from numpy.typing import NDArray
 from torch import nn
 
 from accel_ft.checkpoint import convert, state, transaction
 from accel_ft.config import TrainConfig
-from accel_ft.data.loader import Batches, make_loader
+from accel_ft.data.loader import Batch, Batches, make_loader
 from accel_ft.data.plan import Plan
 from accel_ft.data.splits import Split, Splits
 from accel_ft.engine.evaluation import evaluate
-from accel_ft.errors import UserError
+from accel_ft.errors import Preempted, UserError
 from accel_ft.runtime.logging import EventLog, progress_bar
+from accel_ft.runtime.watch import Watch
 
 logger = logging.getLogger(__name__)
+
+NONFINITE_IN_A_ROW = 10  # updates that `skip` or `rollback` put up with
+
+
+class _Interrupted(Exception):
+    """A signal came during an evaluation; raised on all ranks before the same batch."""
 
 
 @dataclass(kw_only=True)
@@ -29,6 +42,7 @@ class Run:
 
     config: TrainConfig
     accelerator: Accelerator
+    watch: Watch
     model: nn.Module
     tokenizer: Any
     optimizer: Any
@@ -47,22 +61,28 @@ class Run:
     """Updates made."""
     best: dict[str, Any] | None = None
     """Step and value of the best evaluation."""
-    loss_sum: torch.Tensor = field(init=False)
-    """This rank's sum of weighted losses since the last train event; on the device, read at the
-    event only.
-    """
+    stop_signal: int = 0
+    """Signal that some rank got; the same on all ranks, 0 for none."""
+    eval_is_due: bool = False
+    """Whether a signal interrupted the evaluation of this update."""
+    passed_over: set[int] = field(default_factory=set)
+    """Updates whose batch a rollback leaves out."""
+    num_nonfinite: int = 0
+    """Updates in a row that were not finite."""
+    newest_nonfinite: int = -1
+    losses: list[torch.Tensor] = field(default_factory=list)
+    """This rank's weighted loss of each micro-batch of the update; on the device."""
+    grad_norm: float | None = None
+    """Of the last update over all ranks; None where it was not finite or there was none."""
+    loss_sum: float = 0.0
+    """This rank's sum of weighted losses since the last train event."""
     loss_weight: float = 0.0
     """Weight of all ranks' losses since then."""
     timed_samples: int = 0
     timed_tokens: int = 0
     timed_since: float = 0.0
     bar: Any = None
-
-    def __post_init__(self) -> None:
-        device = self.accelerator.device
-        self.loss_sum = torch.zeros(
-            (), device=device, dtype=torch.float32 if device.type == "mps" else torch.float64
-        )
+    loader: Any = None
 
     @property
     def output_dir(self) -> Path:
@@ -79,21 +99,37 @@ class Run:
         """Micro-batches of one update, over all ranks."""
         return self.accumulation_steps * int(self.accelerator.num_processes)
 
-    def start(self) -> Any:
-        """Return the prepared loader of the remaining micro-batches; the clock runs from here."""
-        self.bar = progress_bar(self.step, self.num_steps, shown=self.accelerator.is_main_process)
+    def start(self) -> Iterator[Batch]:
+        """Return the remaining micro-batches of this rank; the clock runs from here. Collective."""
+        if self.bar is None:
+            shown = self.accelerator.is_main_process
+            self.bar = progress_bar(self.step, self.num_steps, shown)
         self.timed_since = time.monotonic()
+        if self.eval_is_due:
+            try:
+                self.evaluate()
+            except _Interrupted:
+                self._end_early()
         start = self.step * self.num_micro_batches
         workers = self.config.dataloader_num_workers
-        return make_loader(self.accelerator, self.train_batches, start, workers)
+        self.loader = make_loader(self.accelerator, self.train_batches, start, workers)
+        return iter(self.loader)
+
+    def close(self) -> None:
+        """End the progress bar, so that what is printed next has a line of its own."""
+        if self.bar is not None:
+            self.bar.close()
 
     def resume(self, folder: Path) -> None:
         """Continue from a verified checkpoint. Collective."""
         saved = state.read_trainer_state(folder)
-        state.check_same_run(folder, saved["identity"], self.identity)
+        allowed = self.config.allow_changed or ()
+        state.check_same_run(folder, saved["identity"], self.identity, allowed)
         state.load(self.accelerator, folder, saved, self.config.seed)
         self.scheduler.load_state_dict(saved["scheduler"])
         self.step, self.best, self.loss_weight = saved["step"], saved["best"], saved["loss_weight"]
+        self.eval_is_due = saved["eval_is_due"]
+        self.passed_over |= set(saved["passed_over"])
         if self.best is not None and not self._best_folder().is_dir():
             logger.warning(
                 "the best checkpoint, %s, is gone: best starts anew", self._best_folder()
@@ -101,39 +137,172 @@ class Run:
             self.best = None
         sums, rank = saved["loss_sums"], self.accelerator.process_index
         if len(sums) == self.accelerator.num_processes:
-            self.loss_sum.fill_(sums[rank])
-        elif rank == 0:
-            self.loss_sum.fill_(math.fsum(sums))
+            self.loss_sum = sums[rank]
+        else:
+            self.loss_sum = math.fsum(sums) if rank == 0 else 0.0
 
     def global_weight(self) -> float:
         """Return the weight of the coming update's whole global batch."""
         return float(self.splits.train.weights(self.plan.global_batch(self.step)).sum())
 
     def add_loss(self, loss: torch.Tensor) -> None:
-        """Count a micro-batch's weighted loss, without waiting for the device."""
-        self.loss_sum += loss.detach()
+        """Keep a micro-batch's weighted loss, without waiting for the device."""
+        self.losses.append(loss.detach())
 
-    def after_update(self, learning_rate: float, grad_norm: torch.Tensor) -> None:
-        """Count an update, and log, evaluate and save where they are due. Collective."""
+    def all_finite(self, grad_norm: torch.Tensor) -> bool:
+        """Return whether the update's losses and gradients are finite on every rank. Collective.
+
+        The one place of an update that waits for the device.
+        """
+        if hasattr(grad_norm, "full_tensor"):
+            grad_norm = grad_norm.full_tensor()
+        *losses, norm = torch.stack([*self.losses, grad_norm.float()]).tolist()
+        loss = math.fsum(losses)
+        self.grad_norm = norm if math.isfinite(norm) else None
+        finite = math.isfinite(loss) and (math.isfinite(norm) or self._is_fp16_overflow())
+        stage = f"step {self.step + 1}"
+        self.watch.stage(stage, can_save=True)
+        self.stop_signal, nonfinite = self.watch.agree(self.watch.stop_signal, int(not finite))
+        if not nonfinite:
+            self.loss_sum += loss
+            self.loss_weight += self.global_weight()
+            self.losses.clear()
+            if self.step > self.newest_nonfinite:
+                self.num_nonfinite = 0
+        return not nonfinite
+
+    def _is_fp16_overflow(self) -> bool:
+        """Whether gradients that are not finite come of the loss scale, which then halves."""
+        scaler = self.accelerator.scaler
+        return scaler is not None and scaler.get_scale() > 1.0
+
+    def may_skip(self) -> bool:
+        """Deal with an update that is not finite as `on_nonfinite` says. Collective.
+
+        Returns:
+            True to skip it, False to roll back.
+
+        Raises:
+            UserError: to stop, or after too many in a row.
+        """
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.update()  # its step was left out
+        places, losses = self._nonfinite_places()
+        ids = self.splits.train.ids(places).tolist()
+        policy, number = self.config.on_nonfinite, self.step + 1
+        self.num_nonfinite += 1
+        self.newest_nonfinite = max(self.newest_nonfinite, self.step)
+        what = f"the loss is {losses[0]}" if losses else "the loss is finite, its gradient is not"
+        shown = ", ".join(map(str, ids[:10])) + (", ..." if len(ids) > 10 else "")
+        message = f"update {number}: {what}; samples {shown} of {self.splits.train.store.name}"
+        if policy == "stop" or self.num_nonfinite > NONFINITE_IN_A_ROW:
+            self._write_nonfinite("stop", number, ids, losses)
+            newest = [path.name for _, path in transaction.list_published(self.checkpoints)][-1:]
+            raise UserError(
+                f"{message}, counted from 0. The weights are those of update {self.step}; the "
+                f"newest checkpoint is {newest[0] if newest else 'none'}. Fix: a lower "
+                "learning_rate, more warmup_steps, mixed_precision bf16 or no instead of fp16, or "
+                "on_nonfinite: skip or rollback"
+            )
+        logger.warning("%s: %s", message, policy)
+        self.losses.clear()
+        if policy == "skip":
+            self._write_nonfinite(policy, number, ids, losses)
+            return True
+        self._roll_back_to_newest()
+        self._write_nonfinite(policy, number, ids, losses)
+        return False
+
+    def _nonfinite_places(self) -> tuple[NDArray[np.int64], list[str]]:
+        """Places of the micro-batches whose loss is not finite, over all ranks, and these losses;
+        the whole global batch where all losses are.
+        """
+        micro_batches = self.plan.micro_batches(self.step, self.num_micro_batches)
+        mine = micro_batches[self.accelerator.process_index :: self.accelerator.num_processes]
+        bad = [
+            (places.tolist(), str(float(loss)))
+            for places, loss in zip(mine, self.losses, strict=True)
+            if not math.isfinite(float(loss))
+        ]
+        told = [pair for rank in self.watch.tell(bad) for pair in rank]
+        if not told:
+            return self.plan.global_batch(self.step), []
+        return np.concatenate([np.array(places) for places, _ in told]), [loss for _, loss in told]
+
+    def _write_nonfinite(self, policy: str, update: int, ids: list[int], losses: list[str]) -> None:
+        self.events.write(
+            "nonfinite", step=self.step, update=update, policy=policy, losses=losses, sample_ids=ids
+        )
+
+    def _roll_back_to_newest(self) -> None:
+        """Load the newest sound checkpoint, and leave the present batch out from now on."""
+        folder = state.find(self.accelerator, self.checkpoints, "latest")
+        assert folder is not None  # `rollback` saves before the first update
+        self.passed_over.add(self.step)
+        self.resume(folder)
+        self.events.rewind(self.step)
+        logger.warning("rolled back to update %d", self.step)
+
+    def roll_back(self) -> Iterator[Batch]:
+        """Return the micro-batches from where a rollback led. Collective."""
+        self.loader.end()
+        self.bar.n = self.step
+        self.timed_samples = self.timed_tokens = 0
+        return self.start()
+
+    def passes_over(self, micro_batches: Iterator[Batch]) -> bool:
+        """Leave the coming update out where a rollback says so. Collective."""
+        if self.step not in self.passed_over:
+            return False
+        deque(islice(micro_batches, self.accumulation_steps), maxlen=0)
+        self.grad_norm = None
+        self.after_update()
+        return True
+
+    def after_update(self) -> None:
+        """Count an update, and log, evaluate, save or stop where that is due. Collective."""
         ids = self.plan.global_batch(self.step)
-        self.loss_weight += self.global_weight()
         self.timed_samples += len(ids)
         self.timed_tokens += int(self.plan.lengths(ids).sum())
+        learning_rate = self.scheduler.get_last_lr()[0]
+        self.scheduler.step()
         self.step += 1
         self.bar.update()
         last = self.step == self.num_steps
         if last or self.step % self.config.logging_steps == 0:
-            self.log(learning_rate, grad_norm)
+            self.log(learning_rate)
         is_best = False
         if last or self.step % (self.config.eval_steps or self.plan.steps_per_epoch) == 0:
-            is_best = self.evaluate()
-        if last or is_best or self.step % self.config.save_steps == 0:
+            try:
+                is_best = self.evaluate()
+            except _Interrupted:
+                self.eval_is_due = True
+        due = last or is_best or self.step % self.config.save_steps == 0
+        if due or self.stop_signal:
             self.save()
+        if self.stop_signal:
+            self._end_early()
 
-    def log(self, learning_rate: float, grad_norm: torch.Tensor) -> None:
-        """Write a train event; between two of them nothing waits for the device."""
-        loss = math.fsum(self._loss_sums()) / self.loss_weight
-        norm = float(grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm)
+    def _end_early(self) -> None:
+        """Stop after a signal; the state is saved."""
+        name = signal.Signals(self.stop_signal).name
+        self.events.write("preempted", step=self.step, signal=name)
+        self.watch.wait()  # a rank that ends first has the launcher end the others
+        raise Preempted(
+            f"{name}: stopped after update {self.step} of {self.num_steps}, which is saved. "
+            "Go on: the same command with --resume_from_checkpoint latest"
+        )
+
+    def _check_stop(self) -> None:
+        (self.stop_signal,) = self.watch.agree(self.watch.stop_signal)
+        if self.stop_signal:
+            raise _Interrupted
+
+    def log(self, learning_rate: float) -> None:
+        """Write a train event. Collective."""
+        loss = None
+        if self.loss_weight > 0:
+            loss = math.fsum(self.watch.tell(self.loss_sum)) / self.loss_weight
         seconds = time.monotonic() - self.timed_since
         self.events.write(
             "train",
@@ -141,31 +310,20 @@ class Run:
             epoch=self.step / self.plan.steps_per_epoch,
             loss=loss,
             learning_rate=learning_rate,
-            grad_norm=norm
-            if math.isfinite(norm)
-            else None,  # fp16 skips an update whose gradients overflow
+            grad_norm=self.grad_norm,
             samples_per_second=round(self.timed_samples / seconds, 2),
             tokens_per_second=round(self.timed_tokens / seconds, 1),
         )
-        self.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-        self.loss_sum.zero_()
-        self.loss_weight = 0.0
+        self.bar.set_postfix(loss="-" if loss is None else f"{loss:.4f}", refresh=False)
+        self.loss_sum = self.loss_weight = 0.0
         self.timed_samples = self.timed_tokens = 0
         self.timed_since = time.monotonic()
 
-    def _loss_sums(self) -> list[float]:
-        """Every rank's loss sum, which must be finite. Collective."""
-        sums: list[float] = self.accelerator.gather(self.loss_sum.reshape(1)).tolist()
-        if not all(map(math.isfinite, sums)):
-            raise UserError(
-                f"the loss is {sum(sums)} by update {self.step}: training has diverged. Fix: a "
-                "lower learning_rate, more warmup_steps, or mixed_precision bf16 or no, not fp16"
-            )
-        return sums
-
     def evaluate(self) -> bool:
         """Write an eval event; return whether it is to be kept as the best one. Collective."""
+        self.watch.stage("eval", can_save=True)
         scores = self._measure("eval", self.validation_loader, self.splits.validation)
+        self.eval_is_due = False
         if not self.config.load_best_model_at_end:
             return False
         key = self.config.metric_for_best_model
@@ -180,7 +338,8 @@ class Run:
         speed.
         """
         started = time.monotonic()
-        scores = evaluate(self.accelerator, self.model, loader, split, self.splits.label_names)
+        names = self.splits.label_names
+        scores = evaluate(self.accelerator, self.model, loader, split, names, self._check_stop)
         seconds = time.monotonic() - started
         self.timed_since += seconds
         values = {f"{name}_{key}": value for key, value in scores.items()}
@@ -196,6 +355,7 @@ class Run:
 
     def save(self) -> None:
         """Publish a checkpoint of this update, then prune. Collective."""
+        self.watch.stage("save", can_save=True)
         started = time.monotonic()
         self.events.sync()
         trainer_state = {
@@ -203,31 +363,39 @@ class Run:
             "num_processes": self.accelerator.num_processes,
             "identity": self.identity,
             "scheduler": self.scheduler.state_dict(),
-            "loss_sums": self._loss_sums(),
+            "loss_sums": self.watch.tell(self.loss_sum),
             "loss_weight": self.loss_weight,
             "best": self.best,
+            "eval_is_due": self.eval_is_due,
+            "passed_over": sorted(self.passed_over),
         }
         final = transaction.checkpoint_folder(self.checkpoints, self.step)
-        state.save(
-            self.accelerator, final, trainer_state, self._plain_model().config, self.tokenizer
-        )
+        config = self._plain_model().config
+        state.save(self.accelerator, self.watch, final, trainer_state, config, self.tokenizer)
         if self.accelerator.is_main_process:
             protected = self.best["step"] if self.best else None
             transaction.prune(self.checkpoints, self.config.save_total_limit, protected)
-        self.timed_since += time.monotonic() - started
+        seconds = time.monotonic() - started
+        self.events.write("save", step=self.step, seconds=round(seconds, 3))
+        self.timed_since += seconds
 
     def finish(self) -> None:
         """Leave the final (or best) model, and measure it on the test rows. Collective."""
-        self.bar.close()
+        self.close()
         model_step = self.step
         if self.config.load_best_model_at_end and self.best is not None:
             if state.is_sound(self.accelerator, self._best_folder()):
                 convert.load_any(self.accelerator, self._best_folder())
                 model_step = self.best["step"]
             logger.info("the model is that of update %d", model_step)
+        self.watch.stage("save", can_save=True)
         self._export(self.output_dir / "model")
         if self.test_loader is not None and self.splits.test is not None:
-            self._measure("test", self.test_loader, self.splits.test)
+            self.watch.stage("eval", can_save=True)
+            try:
+                self._measure("test", self.test_loader, self.splits.test)
+            except _Interrupted:
+                self._end_early()
         self.events.write("end", step=self.step, model_step=model_step)
 
     def _best_folder(self) -> Path:
@@ -243,8 +411,7 @@ class Run:
         weights = self.accelerator.get_state_dict(self.model)
         if self.accelerator.is_main_process:
             weights = {name.removeprefix("_orig_mod."): value for name, value in weights.items()}
-            staging = transaction.start(final)
-            self._plain_model().save_pretrained(staging, state_dict=weights)
-            self.tokenizer.save_pretrained(staging)
-            transaction.publish(final, with_manifest=False)  # users may add to this folder
-        self.accelerator.wait_for_everyone()
+            with transaction.writing(final) as staging:
+                self._plain_model().save_pretrained(staging, state_dict=weights)
+                self.tokenizer.save_pretrained(staging)
+        self.watch.wait()

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -121,7 +122,14 @@ def load_model_config(folder: str, key: str = "model_name_or_path", **settings: 
     """
     from transformers import AutoConfig
 
-    return _from_pretrained(key, folder, AutoConfig.from_pretrained, **settings)
+    config = _from_pretrained(key, folder, AutoConfig.from_pretrained, **settings)
+    attention = str(config._attn_implementation)
+    if "/" in attention:
+        raise ConfigError(
+            f"{key}={folder}: its config.json wants an attention kernel from the Hub, {attention}, "
+            "which is code. Fix: remove attn_implementation from it"
+        )
+    return config
 
 
 def position_limit(config: Any, tokenizer: Any) -> int | None:
@@ -219,10 +227,24 @@ def _load(key: str, folder: str, **kwargs: Any) -> tuple[Any, set[Any]]:
 
 def _from_pretrained(key: str, folder: str, load: Callable[..., T], **kwargs: Any) -> T:
     reachable = Path(folder).is_dir() or hub_reachable()
+    _check_index(key, Path(folder) / "model.safetensors.index.json")
     try:
-        return load(folder, **kwargs)
+        return load(folder, trust_remote_code=False, **kwargs)  # no code that a model brings along
     except Exception as error:  # other people's files fail in any way
         if not reachable:
             raise ConfigError(unreachable_message(key, folder)) from error
         reason = (str(error).strip().splitlines() or [repr(error)])[0]
         raise ConfigError(f"{key}={folder}: cannot be loaded: {reason}") from error
+
+
+def _check_index(key: str, index: Path) -> None:
+    """Refuse an index of sharded weights that leads out of its folder."""
+    if not index.is_file():
+        return
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{key}={index.parent}: {index.name} cannot be read ({error})") from error
+    for name in names:
+        if Path(str(name)).name != name:
+            raise ConfigError(f"{key}={index.parent}: {index.name} names {name!r}, no file of it")

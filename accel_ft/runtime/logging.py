@@ -10,6 +10,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from accel_ft.runtime.files import write_whole
+
 
 class _TqdmHandler(logging.Handler):
     """Writes a message above a running progress bar."""
@@ -69,11 +71,7 @@ class EventLog:
                 for event in read_events(self.path)
                 if event["step"] <= step and event["event"] not in ("test", "end")
             ]
-            staging = self.path.with_suffix(".tmp")
-            staging.write_text(
-                "".join(json.dumps(event) + "\n" for event in kept), encoding="utf-8"
-            )
-            staging.replace(self.path)
+            write_whole(self.path, "".join(json.dumps(event) + "\n" for event in kept))
 
     def sync(self) -> None:
         """Put the events on the disk."""

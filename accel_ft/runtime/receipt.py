@@ -11,6 +11,7 @@ from typing import Any
 from accelerate import Accelerator
 
 import accel_ft
+from accel_ft.runtime.files import write_whole
 
 PACKAGES = (
     "torch",
@@ -57,7 +58,7 @@ def write_receipt(path: Path, accelerator: Accelerator, about_run: dict[str, Any
         **{key: value for key, value in about_run.items() if key != "step"},
         "starts": starts,
     }
-    path.write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(receipt, indent=1) + "\n")
 
 
 def git_commit() -> str | None:

@@ -12,14 +12,24 @@ from accelerate.utils import gather_object
 from accel_ft import train
 from accel_ft.config import TrainConfig, parse
 from accel_ft.engine.build import build
+from accel_ft.engine.run import Run
 from accel_ft.engine.step import forward
 from accel_ft.runtime.launch import make_accelerator
+from accel_ft.runtime.watch import Watch
+
+
+def built(words: list[str], accelerator: Any) -> Run:
+    """The parts of a run, not started."""
+    config = parse(TrainConfig, words, "train")
+    ranks = config.output_dir / "ranks"
+    watch = Watch(ranks, accelerator.process_index, accelerator.num_processes, 60)
+    return build(config, accelerator, watch)
 
 
 def sample_ids(task: dict[str, Any]) -> list[list[list[int]]]:
     """Ids by epoch and rank, as the loop's own loader brings them."""
     accelerator = make_accelerator()
-    run = build(parse(TrainConfig, task["words"], "train"), accelerator)
+    run = built(task["words"], accelerator)
     epochs = []
     batches = iter(run.start())
     for _ in range(2):
@@ -75,7 +85,7 @@ def resume_from(task: dict[str, Any]) -> list[list[float]]:
 
 def shares(task: dict[str, Any]) -> dict[str, Any]:
     """Bytes of parameters and optimizer state that each rank holds, after one update."""
-    run = build(parse(TrainConfig, task["words"], "train"), make_accelerator())
+    run = built(task["words"], make_accelerator())
     batch = next(iter(run.start()))
     run.accelerator.backward(forward(run.model, batch).sum())
     run.optimizer.step()

@@ -97,5 +97,5 @@ def test_what_a_user_calls_a_checkpoint(tmp_path: Path) -> None:
     assert model_folder(str(run)) == str(run / "model")
     assert model_folder("some/hub-id") == "some/hub-id"
     (newest / "weights").unlink()
-    with pytest.raises(CheckpointError, match="missing files"):
+    with pytest.raises(CheckpointError, match="weights is missing"):
         model_folder(str(newest))

@@ -1,0 +1,52 @@
+"""Files that are whole or not there, and a folder that belongs to one process."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from accel_ft.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+LOCK_SECONDS = 30.0  # a run that was told to stop may still be saving
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file's content; a reader, or a kill, never meets half of it."""
+    staging = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with staging.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        staging.replace(path)
+    finally:
+        staging.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(folder: Path, path: Path) -> Iterator[None]:
+    """Hold the lock `path` of `folder`; the operating system gives it back when the process dies.
+
+    Raises:
+        ConfigError: another process still holds it after half a minute.
+    """
+    path.parent.mkdir(exist_ok=True)
+    lock = FileLock(path)
+    try:
+        held = lock.acquire(timeout=0)
+    except Timeout:
+        logger.warning("%s is in use by another run: waiting %.0f s", folder, LOCK_SECONDS)
+        try:
+            held = lock.acquire(timeout=LOCK_SECONDS)
+        except Timeout as error:
+            raise ConfigError(
+                f"output_dir={folder}: another run is writing to it. Fix: end that run, or another "
+                "--output_dir"
+            ) from error
+    with held:
+        yield

@@ -1,0 +1,360 @@
+"""One rank's eye on itself and on the others: signals, heartbeats, and the last word on a rank that
+died or stopped.
+
+    <output_dir>/ranks/rank_00000.json   heartbeat: where the process is and what it does
+                       rank_00000.log    Python stacks at a crash, or when another rank ended
+
+A thread does it all, so that it also works while the main thread waits for another rank: Python
+runs a signal handler only between two bytecodes.
+"""
+
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import re
+import secrets
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+import torch
+from torch import distributed as dist
+
+from accel_ft.errors import (
+    EXIT_FAILED,
+    EXIT_PREEMPTED,
+    LaunchError,
+    Preempted,
+    RankError,
+    leave_last_words,
+)
+
+logger = logging.getLogger(__name__)
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SAME_SIGNAL_SECONDS = 1.0  # schedulers and launchers both pass a signal on: it arrives twice
+TICK_SECONDS = 0.5
+GRACE_SECONDS = 2.0  # in which the main thread may notice another rank's end, and clean up
+SILENCE_SECONDS = 30.0  # of a rank on another machine: a shared file system may lag
+SAME_BIRTH_SECONDS = 5.0  # a process number used again is of a process born later
+PATIENCE = timedelta(days=7)
+
+
+class Watch:
+    """This rank among the others. Making one is collective.
+
+    Args:
+        folder: of heartbeats and logs, on a file system that all ranks share.
+        rank, num_ranks: of this process.
+        limit_seconds: after which a rank that is stopped counts as lost.
+    """
+
+    def __init__(self, folder: Path, rank: int, num_ranks: int, limit_seconds: float) -> None:
+        self.folder, self.rank, self.num_ranks = folder, rank, num_ranks
+        self.limit = limit_seconds
+        self.stop_signal = 0
+        """Number of the signal that asked this rank to stop, 0 for none."""
+        self._stopped_at = 0.0
+        self._can_save = False
+        self._beat: dict[str, Any] = {"rank": rank, "host": _host(), "pid": os.getpid()}
+        self._beat |= {"born": psutil.Process().create_time(), "stage": "start", "count": 0}
+        self._failed = ""
+        self._seen: dict[int, tuple[Any, float]] = {}
+        self._suspected_since: float | None = None
+        self._parent = os.getppid()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._several = num_ranks > 1
+        if self._several:
+            try:
+                self._group = dist.new_group(
+                    backend="gloo", timeout=timedelta(seconds=limit_seconds)
+                )
+                self._patient_group = dist.new_group(backend="gloo", timeout=PATIENCE)
+            except RuntimeError as error:
+                raise LaunchError(
+                    f"the ranks cannot reach each other over gloo: {error}. Fix: "
+                    "GLOO_SOCKET_IFNAME=the network interface that joins the machines"
+                ) from error
+        self._beat["run"] = self.tell(secrets.token_hex(8))[0]  # not an earlier run's heartbeat
+
+    # What the ranks say to each other: on the host, so that no accelerator waits.
+
+    def agree(self, *numbers: int) -> list[int]:
+        """Return the greatest of each number over all ranks. Collective."""
+        if not self._several:
+            return list(numbers)
+        greatest = torch.tensor(numbers)
+        dist.all_reduce(greatest, dist.ReduceOp.MAX, group=self._group)
+        return [int(number) for number in greatest]
+
+    def tell(self, value: Any) -> list[Any]:
+        """Return every rank's value, in order; waits as long as it takes. Collective."""
+        values = [value]
+        if self._several:
+            values *= self.num_ranks
+            dist.all_gather_object(values, value, group=self._patient_group)
+        return values
+
+    def wait(self) -> None:
+        """Wait for all ranks, as long as it takes. Collective."""
+        if self._several:
+            dist.barrier(self._patient_group)
+
+    @contextlib.contextmanager
+    def first(self, is_first: bool) -> Any:
+        """Let some ranks do a thing before the others, as long as it takes. Collective."""
+        if not is_first:
+            self.wait()
+        yield
+        if is_first:
+            self.wait()
+
+    def stage(self, name: str, can_save: bool = False) -> None:
+        """Say what this rank does now.
+
+        Args:
+            name: start, data, model, wrap, step N, save, eval, end.
+            can_save: whether a signal may wait for a save; else it ends the process at once.
+        """
+        self._can_save = can_save
+        self._beat["stage"] = name
+        if self.stop_signal and not can_save:
+            self._exit_unsaved()
+
+    # The thread.
+
+    def __enter__(self) -> Self:
+        self._log = (self.folder / f"rank_{self.rank:05d}.log").open("a", encoding="utf-8")
+        print(f"started {time.strftime('%F %T')}, pid {os.getpid()}", file=self._log, flush=True)
+        self._faulthandler_was_on = faulthandler.is_enabled()
+        faulthandler.enable(self._log)
+        self._wake_end, self._wake = socket.socketpair()
+        self._wake.setblocking(False)
+        self._old_handlers = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in STOP_SIGNALS:
+                self._old_handlers[number] = signal.signal(number, lambda *_: None)
+                signal.siginterrupt(number, False)
+            self._old_wakeup = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        self._write_beat()
+        self._thread = threading.Thread(target=self._run, name="accel_ft watch", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        lost: str | None = None
+        if error is None:
+            self.stage("end", can_save=True)
+        elif not isinstance(error, Preempted):
+            felt = isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError)
+            if self._several and felt:  # maybe another's end, felt here
+                found = self._find_lost(wait_seconds=GRACE_SECONDS)
+                lost = found[1] if found is not None else self._if_timed_out(error)
+            self._failed = f"{type(error).__name__}: {error}"
+            leave_last_words(f"error: {self._words(self._beat, f'failed ({self._failed})')}")
+            print("".join(traceback.format_exception(error)), file=self._log, flush=True)
+        self._wake.send(b"\0")  # no signal has the number 0: the thread's end
+        self._thread.join()
+        self._write_beat(ended=error is None or isinstance(error, Preempted))
+        if self._old_handlers:
+            signal.set_wakeup_fd(self._old_wakeup)
+            for number, handler in self._old_handlers.items():
+                signal.signal(number, handler)
+        faulthandler.disable()
+        if self._faulthandler_was_on:
+            with contextlib.suppress(OSError, ValueError):
+                faulthandler.enable()
+        for file in (self._log, self._wake, self._wake_end):
+            file.close()
+        if lost is not None:
+            raise RankError(lost) from error
+
+    def _run(self) -> None:
+        beats = 0.0
+        while True:
+            ready, _, _ = select.select([self._wake_end], [], [], TICK_SECONDS)
+            for number in self._wake_end.recv(64) if ready else b"":
+                if number == 0:
+                    return
+                if number in STOP_SIGNALS:
+                    self._on_signal(number)
+            if os.getppid() != self._parent and not self.stop_signal:
+                self._on_signal(signal.SIGTERM, "the launcher is gone")
+            now = time.monotonic()
+            if now - beats > 20 * TICK_SECONDS:  # this process was stopped itself: look anew
+                self._seen, self._suspected_since = {}, None
+            if now - beats >= max(2 * TICK_SECONDS, self.num_ranks / 32):
+                beats = now
+                self._write_beat()
+                self._watch_others()
+
+    def _on_signal(self, number: int, reason: str = "") -> None:
+        name = signal.Signals(number).name
+        now = time.monotonic()
+        if not self.stop_signal:
+            self.stop_signal, self._stopped_at = number, now
+            lost = self._find_lost() if self._several else None
+            if lost is not None:  # the launcher ends the others when one is gone
+                self._end(lost)
+            if not self._can_save:
+                self._exit_unsaved()
+            if self.rank == 0 or reason:
+                logger.warning(
+                    "%s: saving after this update; a second signal ends the run at once",
+                    reason or name,
+                )
+        elif now - self._stopped_at > SAME_SIGNAL_SECONDS:
+            self._say(f"{name} again: stopped at once, without saving")
+            os._exit(128 + number)
+
+    def _exit_unsaved(self) -> None:
+        stage, name = self._beat["stage"], signal.Signals(self.stop_signal).name
+        self._write_beat(ended=True)
+        self._say(f"{name} at stage {stage}: nothing to save yet")
+        os._exit(EXIT_PREEMPTED)
+
+    def _watch_others(self) -> None:
+        lost = self._find_lost(self.limit) if self._several else None
+        if lost is None:
+            self._suspected_since = None
+            return
+        self._suspected_since = self._suspected_since or time.monotonic()
+        if time.monotonic() - self._suspected_since > GRACE_SECONDS:
+            self._end(lost)
+
+    def _end(self, lost: tuple[int, str]) -> None:
+        """End this process, whose main thread may wait for a rank that will not come."""
+        rank, words = lost
+        faulthandler.dump_traceback(self._log)
+        leave_last_words(f"error: {words}")
+        self._say(f"error: {words}", aloud=self.rank == (1 if rank == 0 else 0))
+        os._exit(EXIT_FAILED)
+
+    def _say(self, message: str, aloud: bool = True) -> None:
+        with contextlib.suppress(OSError):
+            print(message, file=self._log, flush=True)
+            if aloud:
+                print(message, file=sys.stderr, flush=True)
+
+    # Heartbeats.
+
+    def _path(self, rank: int) -> Path:
+        return self.folder / f"rank_{rank:05d}.json"
+
+    def _write_beat(self, ended: bool = False) -> None:
+        self._beat["count"] += 1
+        self._beat |= {"failed": self._failed, "ended": ended, "at": time.time()}
+        with contextlib.suppress(OSError):  # a full disk is told by who writes what matters
+            self._path(self.rank).with_suffix(".tmp").write_text(json.dumps(self._beat))
+            self._path(self.rank).with_suffix(".tmp").replace(self._path(self.rank))
+        if not ended and not self._failed:
+            leave_last_words(f"error: {self._words(self._beat, 'ended without a word')}")
+
+    def _words(self, beat: dict[str, Any], what: str) -> str:
+        log = self._path(beat["rank"]).with_suffix(".log")
+        where = beat["host"].split(" ")[0]
+        return (
+            f"rank {beat['rank']} (pid {beat['pid']} on {where}) {what} at stage {beat['stage']}. "
+            f"Its log: {log}"
+        )
+
+    def _if_timed_out(self, error: BaseException) -> str | None:
+        """Say where the other ranks were when this one waited in vain."""
+        if "imed out" not in str(error):
+            return None
+        others = [self._words(beat, "did not come") for beat in self._others()]
+        return f"rank {self.rank} waited for {self.limit:.0f} s: " + "; ".join(others)
+
+    def _find_lost(self, limit: float = 0.0, wait_seconds: float = 0.0) -> tuple[int, str] | None:
+        """Return a rank that failed, died, or was stopped for `limit` seconds, the first one, and
+        what is to be said of it.
+        """
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            found = [
+                (beat["at"], beat["rank"], self._words(beat, fate))
+                for beat in self._others()
+                if (fate := self._fate(beat, limit))
+            ]
+            if found:
+                return min(found)[1:]
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.1)
+
+    def _others(self) -> list[dict[str, Any]]:
+        beats = []
+        for rank in range(self.num_ranks):
+            with contextlib.suppress(OSError, ValueError):
+                beat = json.loads(self._path(rank).read_text(encoding="utf-8"))
+                if rank != self.rank and beat["run"] == self._beat["run"] and not beat["ended"]:
+                    beats.append(beat)
+        return beats
+
+    def _fate(self, beat: dict[str, Any], limit: float) -> str:
+        """What happened to another rank: "" while it is well."""
+        if beat["failed"]:
+            return f"failed ({beat['failed']})"
+        here = beat["host"] == self._beat["host"]
+        return self._fate_here(beat, limit) if here else self._fate_elsewhere(beat, limit)
+
+    def _fate_elsewhere(self, beat: dict[str, Any], limit: float) -> str:
+        now = time.monotonic()
+        last, since = self._seen.get(beat["rank"], (None, now))
+        if last != beat["count"]:
+            self._seen[beat["rank"]] = (beat["count"], now)
+            return ""
+        silent = now - since
+        return f"was silent for {silent:.0f} s" if silent > max(limit, SILENCE_SECONDS) else ""
+
+    def _fate_here(self, beat: dict[str, Any], limit: float) -> str:
+        try:
+            process = psutil.Process(beat["pid"])
+            status = process.status()
+            another = abs(process.create_time() - beat["born"]) > SAME_BIRTH_SECONDS
+        except psutil.NoSuchProcess:
+            return "died"
+        if another or status == psutil.STATUS_ZOMBIE:
+            return "died"
+        if status not in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+            self._seen.pop(beat["rank"], None)
+            return ""
+        now = time.monotonic()
+        _, since = self._seen.setdefault(beat["rank"], (None, now))
+        if now - since < limit:
+            return ""
+        process.kill()  # or the launcher waits for it half a minute more
+        return f"was stopped for {now - since:.0f} s"
+
+
+def _host() -> str:
+    """The machine, and on Linux the container: elsewhere a process number means nothing."""
+    name = socket.gethostname()
+    with contextlib.suppress(OSError):
+        name += " " + re.sub(r"\D", "", os.readlink("/proc/self/ns/pid"))
+    return name
+
+
+def _forget_signals() -> None:
+    """A forked worker's signals are its own."""
+    with contextlib.suppress(ValueError):
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_forget_signals)

@@ -1,0 +1,120 @@
+"""Ranks as forked processes: real processes on gloo that start in a tenth of a second, because torch and
+transformers are imported once, by the parent. The parent runs no torch operation with threads.
+"""
+
+import contextlib
+import importlib
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accel_ft import train
+from accel_ft.errors import run_command
+
+MODULES = Path(os.environ["HF_HOME"]) / "modules"
+
+
+class Ranks:
+    """A started job: one process group of N ranks.
+
+    Args:
+        words: the command line of accel_ft.train.
+        num_ranks: N.
+        log: what the ranks print.
+        before: called in each rank, with its number, before it starts.
+    """
+
+    def __init__(
+        self,
+        words: list[Any],
+        num_ranks: int,
+        log: Path,
+        before: Callable[[int], None] = lambda rank: None,
+    ) -> None:
+        self.started = time.monotonic()
+        port = _free_port()
+        self.pids: list[int] = []
+        for rank in range(num_ranks):
+            pid = os.fork()
+            if pid == 0:
+                _be_rank(rank, num_ranks, port, [str(word) for word in words], log, before)
+            self.pids.append(pid)
+            os.setpgid(pid, self.pids[0])
+        self.codes: dict[int, int] = {}
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal to all ranks."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pids[0], number)
+
+    def poll(self) -> bool:
+        """Return whether all have ended."""
+        for pid in self.pids:
+            if pid not in self.codes:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    self.codes[pid] = os.waitstatus_to_exitcode(status)
+        return len(self.codes) == len(self.pids)
+
+    def wait(self, seconds: float = 120.0) -> list[int]:
+        """Return the exit codes by rank; after `seconds` all are killed and TimeoutError is raised."""
+        deadline = time.monotonic() + seconds
+        while not self.poll():
+            if time.monotonic() > deadline:
+                self.kill()
+                while not self.poll():
+                    time.sleep(0.01)
+                raise TimeoutError(f"ranks did not end in {seconds} s")
+            time.sleep(0.005)
+        return [self.codes[pid] for pid in self.pids]
+
+
+def _be_rank(
+    rank: int, num_ranks: int, port: int, words: list[str], log: Path, before: Callable[[int], None]
+) -> None:
+    code = 1
+    try:
+        os.setpgid(0, 0) if rank == 0 else None
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(out, 1), os.dup2(out, 2)
+        if num_ranks > 1:
+            os.environ |= {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks),
+                "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "ACCELERATE_USE_CPU": "true",
+            }  # fmt: skip
+        random.seed(rank)
+        before(rank)
+        run_command(lambda: train.main(words))
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        if code == 0 and not MODULES.exists():
+            MODULES.write_text("\n".join(sys.modules))
+        os._exit(code)
+
+
+def import_what_ranks_import() -> None:
+    """Import here what the first rank that ended well had imported, so that later ones have it from the start."""
+    for name in MODULES.read_text().splitlines():
+        if name.split(".")[0] not in ("__main__", "__mp_main__"):
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
