@@ -1,6 +1,6 @@
 PYTHON ?= .venv/bin/python
 
-.PHONY: setup check test curves
+.PHONY: setup check test curves faults
 
 setup:
 	python3 -m venv .venv
@@ -18,3 +18,7 @@ test:
 # One curve under every strategy, as a table; ROWS=file.csv for rows of your own.
 curves:
 	$(PYTHON) examples/benchmarks/curves.py $(if $(ROWS),--train_file $(ROWS))
+
+# Everything that can happen to a run, done to it; about an hour on two cores. Root, for the small disks.
+faults:
+	$(PYTHON) tests/faults/campaign.py --full

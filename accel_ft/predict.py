@@ -116,6 +116,8 @@ def _read_rows(config: PredictConfig) -> Iterator[tuple[str, Any, str]]:
     kind = config.input_format if config.input_format != "auto" else _guess_format(path)
     column = "text" if kind == "lines" else config.text_column
     for place, record in read_records(path, kind):
+        if isinstance(record, str):
+            raise DataError(f"{path}: {place}: {record}")
         for key, wanted in (("text_column", column), ("id_column", config.id_column)):
             if wanted is not None and wanted not in record:
                 raise DataError(

@@ -21,7 +21,7 @@ from accel_ft.runtime.hub import hub_reachable, unreachable_message
 
 logger = logging.getLogger(__name__)
 
-Record = tuple[str, dict[str, Any]]  # where it stands ("line 7"), column -> value
+Record = tuple[str, dict[str, Any] | str]  # where it stands ("line 7"); columns, or what is wrong
 Row = tuple[str, str, str]  # where it stands, text, label
 
 MAX_FAULTS_SHOWN = 10
@@ -53,6 +53,9 @@ class Source:
         faults = _Faults(self.name)
         columns_checked = False
         for place, record in self.records():
+            if isinstance(record, str):
+                faults.add(place, record)
+                continue
             if not columns_checked:
                 _check_columns(
                     self.name, record, {"text_column": text_column, "label_column": label_column}
@@ -120,7 +123,8 @@ def file_source(path: Path) -> Source:
 
 
 def read_records(path: str, file_format: str) -> Iterator[Record]:
-    """Yield (place, columns) of a file, or of standard input where `path` is "-".
+    """Yield (place, columns) of a file, or of standard input where `path` is "-"; (place, what is
+    wrong) of a row that cannot be read.
 
     Args:
         path: of the file.
@@ -169,7 +173,6 @@ def _read_delimited(file: IO[bytes], name: str, delimiter: str) -> Iterator[Reco
     reader = csv.reader(
         (line for _, line in _text_lines(file, name)), delimiter=delimiter, strict=True
     )
-    faults = _Faults(name)
     header: list[str] | None = None
     start = 1
     try:
@@ -185,33 +188,26 @@ def _read_delimited(file: IO[bytes], name: str, delimiter: str) -> Iterator[Reco
                         f"{name}: {place}: column {twice[0]!r} occurs twice in the header"
                     )
             elif len(fields) != len(header):
-                faults.add(place, f"{len(fields)} fields, where the header has {len(header)}")
+                yield place, f"{len(fields)} fields, where the header has {len(header)}"
             else:
                 yield place, dict(zip(header, fields, strict=True))
     except csv.Error as error:
-        raise DataError(
-            f"{name}: the row that starts in line {start}: {error}. Fix: close or double its quotes"
-        ) from error
-    faults.raise_any()
+        yield f"line {start}", f"the row that starts here: {error}; close or double its quotes"
     if header is None:
         raise DataError(f"{name}: is empty")
 
 
 def _read_jsonl(file: IO[bytes], name: str) -> Iterator[Record]:
-    faults = _Faults(name)
     for number, line in _text_lines(file, name):
         if line.strip() == "":
             continue
         try:
             record = json.loads(line)
         except (json.JSONDecodeError, RecursionError) as error:
-            faults.add(f"line {number}", f"is not JSON ({error})")
+            yield f"line {number}", f"is not JSON ({error})"
             continue
-        if isinstance(record, dict):
-            yield f"line {number}", record
-        else:
-            faults.add(f"line {number}", f"is {_show(record)}, not an object")
-    faults.raise_any()
+        is_row = isinstance(record, dict)
+        yield f"line {number}", record if is_row else f"is {_show(record)}, not an object"
 
 
 def _read_json(file: IO[bytes], name: str) -> Iterator[Record]:
@@ -232,8 +228,9 @@ def _read_json(file: IO[bytes], name: str) -> Iterator[Record]:
         )
     for number, item in enumerate(items, start=1):
         if not isinstance(item, dict):
-            raise DataError(f"{name}: item {number}: is {_show(item)}, not an object")
-        yield f"item {number}", item
+            yield f"item {number}", f"is {_show(item)}, not an object"
+        else:
+            yield f"item {number}", item
 
 
 def _read_parquet(path: str) -> Iterator[Record]:

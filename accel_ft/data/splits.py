@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_DATASET = "fancyzhx/ag_news"
 VALIDATION_SHARE = 0.1
 VALIDATION_MAX = 2000
+COMPARED_TEXTS = 5_000_000
+HASHES_AT_ONCE = 1_000_000
 SPLIT_KEY = combine_key(0xACCE1F7)  # fixed: other seeds train on the same rows
 
 
@@ -64,6 +66,10 @@ class Split:
         """What each sample counts in the loss, float64 [k]."""
         weights: NDArray[np.float64] = self.class_weights[self.labels(places)]
         return weights
+
+    def text_hashes(self, places: Ids) -> NDArray[np.uint64]:
+        """Hashes of the texts, uint64 [k]."""
+        return self.store.text_hashes(self.ids(places))
 
     def tokens(self, places: Ids) -> list[NDArray[np.int32]]:
         """Token ids of each, int32 [T_i]."""
@@ -121,7 +127,34 @@ def load_splits(config: DataConfig, tokenizer: Any, max_train_samples: int | Non
             len(validation), seen, len(names),
         )  # fmt: skip
     test = Split(*encoded["test"], 0, len(stores["test"])) if "test" in encoded else None
+    _warn_of_look_alikes(names)
+    for name, split in (("validation", validation), ("test", test)):
+        shared = 0 if split is None else count_shared_texts(train, split)
+        if split is not None and shared:
+            logger.warning(
+                "%d of the %d %s texts are among the training texts too: their metrics flatter",
+                shared, len(split), name,
+            )  # fmt: skip
     return Splits(names, train, validation, test)
+
+
+def count_shared_texts(train: Split, other: Split) -> int:
+    """Return how many texts of `other` are among the (first five million) texts of `train`."""
+    wanted = other.text_hashes(np.arange(len(other), dtype=np.int64))
+    found = np.zeros(len(wanted), bool)
+    for start in range(0, min(len(train), COMPARED_TEXTS), HASHES_AT_ONCE):
+        stop = min(start + HASHES_AT_ONCE, len(train))
+        found |= np.isin(wanted, train.text_hashes(np.arange(start, stop, dtype=np.int64)))
+    return int(found.sum())
+
+
+def _warn_of_look_alikes(names: list[str]) -> None:
+    """Warn of labels that differ in case or spaces only: probably one label."""
+    seen: dict[str, str] = {}
+    for name in names:
+        twin = seen.setdefault(" ".join(name.casefold().split()), name)
+        if twin != name:
+            logger.warning("the labels %r and %r are two; are they meant to be one?", twin, name)
 
 
 def load_eval_split(
@@ -161,6 +194,11 @@ def _store(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
     if store.num_empty_texts:
         empty, total = store.num_empty_texts, len(store)
         logger.warning("%s: %d of %d texts are empty; they are kept", source.name, empty, total)
+    if store.num_cut_texts:
+        logger.info(
+            "%s: %d of %d texts are cut at max_seq_length=%d tokens",
+            source.name, store.num_cut_texts, len(store), config.max_seq_length,
+        )  # fmt: skip
     return store
 
 

@@ -5,6 +5,7 @@ A store holds, for n rows and N tokens in all:
     tokens.bin   int32 [N]      the rows' token ids, one after the other
     offsets.bin  int64 [n + 1]  row i's tokens are tokens[offsets[i] : offsets[i + 1]]
     labels.bin   int32 [n]      index into meta.json's "labels"
+    texts.bin    uint64 [n]     hash of each text, to find the same one elsewhere
     meta.json    labels as written, in order of first occurrence, with the place of that; counts
 """
 
@@ -28,7 +29,7 @@ from accel_ft.data.sources import Row, Source
 
 logger = logging.getLogger(__name__)
 
-STORE_VERSION = 1  # of the layout above; part of the key
+STORE_VERSION = 2  # of the layout above; part of the key
 ROWS_AT_ONCE = 1000  # a fast tokenizer spreads each call over the cores
 
 
@@ -48,9 +49,11 @@ class TokenStore:
         self.labels: list[str] = meta["labels"]
         self.label_places: list[str] = meta["label_places"]
         self.num_empty_texts: int = meta["num_empty_texts"]
+        self.num_cut_texts: int = meta["num_cut_texts"]
         self._tokens = _map(folder / "tokens.bin", np.int32, meta["num_tokens"])
         self._offsets = _map(folder / "offsets.bin", np.int64, meta["num_rows"] + 1)
         self._labels = _map(folder / "labels.bin", np.int32, meta["num_rows"])
+        self._texts = _map(folder / "texts.bin", np.uint64, meta["num_rows"])
 
     def __reduce__(self) -> tuple[type["TokenStore"], tuple[Path, str]]:
         # A worker process maps the files anew instead of getting copies of them.
@@ -71,6 +74,10 @@ class TokenStore:
     def label_codes(self, rows: Ids) -> NDArray[np.int32]:
         """Return indices into `labels` of `rows` [k], int32 [k]."""
         return self._labels[rows]
+
+    def text_hashes(self, rows: Ids) -> NDArray[np.uint64]:
+        """Return a hash of each text of `rows` [k], uint64 [k]."""
+        return self._texts[rows]
 
 
 def tokenize(
@@ -145,18 +152,18 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 def _write_store(folder: Path, rows: Iterator[Row], tokenizer: Any, max_seq_length: int) -> None:
     codes: dict[str, int] = {}
     places: list[str] = []
-    num_rows = num_tokens = num_empty = 0
+    num_rows = num_tokens = num_empty = num_cut = 0
     with (
         (folder / "tokens.bin").open("wb") as tokens,
         (folder / "offsets.bin").open("wb") as offsets,
         (folder / "labels.bin").open("wb") as labels,
+        (folder / "texts.bin").open("wb") as hashes,
     ):
         offsets.write(array.array("q", [0]).tobytes())
         while chunk := list(islice(rows, ROWS_AT_ONCE)):
-            texts = [text for _, text, _ in chunk]
-            for (place, text, label), ids in zip(
-                chunk, token_ids(tokenizer, texts, max_seq_length), strict=True
-            ):
+            encoded = _encode(tokenizer, [text for _, text, _ in chunk], max_seq_length)
+            num_cut += _count_cut(encoded, max_seq_length)
+            for (place, text, label), ids in zip(chunk, _ids(encoded, tokenizer), strict=True):
                 if label not in codes:
                     codes[label] = len(codes)
                     places.append(place)
@@ -168,12 +175,14 @@ def _write_store(folder: Path, rows: Iterator[Row], tokenizer: Any, max_seq_leng
                 tokens.write(np.asarray(ids, np.int32).tobytes())
                 offsets.write(num_tokens.to_bytes(8, "little"))
                 labels.write(codes[label].to_bytes(4, "little"))
+                hashes.write(hashlib.blake2b(text.encode(), digest_size=8).digest())
     meta = {
         "labels": list(codes),
         "label_places": places,
         "num_rows": num_rows,
         "num_tokens": num_tokens,
         "num_empty_texts": num_empty,
+        "num_cut_texts": num_cut,
     }
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
@@ -183,14 +192,28 @@ def token_ids(tokenizer: Any, texts: list[str], max_seq_length: int) -> list[lis
 
     A text without any token, under a tokenizer without special tokens, becomes one pad token.
     """
-    ids: list[list[int]] = tokenizer(
+    return _ids(_encode(tokenizer, texts, max_seq_length), tokenizer)
+
+
+def _encode(tokenizer: Any, texts: list[str], max_seq_length: int) -> Any:
+    return tokenizer(
         texts,
         truncation=True,
         max_length=max_seq_length,
         return_attention_mask=False,
         return_token_type_ids=False,
-    )["input_ids"]
-    return [row or [tokenizer.pad_token_id] for row in ids]
+    )
+
+
+def _ids(encoded: Any, tokenizer: Any) -> list[list[int]]:
+    return [row or [tokenizer.pad_token_id] for row in encoded["input_ids"]]
+
+
+def _count_cut(encoded: Any, max_seq_length: int) -> int:
+    """Number of texts that lost their end; of a slow tokenizer, those that reach the limit."""
+    if encoded.encodings is not None:
+        return sum(bool(encoding.overflowing) for encoding in encoded.encodings)
+    return sum(len(ids) >= max_seq_length for ids in encoded["input_ids"])
 
 
 def _map(path: Path, dtype: type, length: int) -> NDArray[Any]:

@@ -21,14 +21,14 @@ class _TqdmHandler(logging.Handler):
 
 
 def setup_logging(rank: int) -> None:
-    """Show accel_ft's messages: all of rank 0, warnings of the other ranks; quiet the libraries."""
+    """Show accel_ft's messages, of rank 0 alone but for errors; quiet the libraries."""
     handler = _TqdmHandler()
     handler.setFormatter(
         logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s")
     )
     logger = logging.getLogger("accel_ft")
     logger.handlers = [handler]
-    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     logger.propagate = False
     import transformers
 

@@ -1,5 +1,7 @@
 """Token store, splits and batches: from rows on disk to the tensors of a micro-batch."""
 
+import json
+import logging
 import pickle
 from functools import partial
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 import torch
 from conftest import write_rows
 
-from accel_ft.config import TrainConfig, parse
+from accel_ft.config import DataConfig, TrainConfig, parse
 from accel_ft.data import tokenize as tokenize_module
 from accel_ft.data.loader import Batches, Padding, collate, make_loader, train_places
 from accel_ft.data.plan import Plan
@@ -26,6 +28,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr(logging.getLogger("accel_ft"), "propagate", True)  # for caplog
 
 
 @pytest.fixture(scope="session")
@@ -226,3 +229,40 @@ def test_loader_starts_anywhere_and_leaves_random_numbers_alone(
     assert torch.equal(before, torch.get_rng_state())
     expected = [part.tolist() or [-1] for step in range(12) for part in plan.micro_batches(step, 2)]
     assert read == expected[5:]
+
+
+def rows(path: Path, *texts: str) -> Path:
+    lines = [json.dumps({"text": text, "label": f"l{i % 2}"}) for i, text in enumerate(texts)]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_cut_texts_are_counted(tmp_path: Path, tokenizer) -> None:
+    """Exactly 4 tokens is not cut, 5 are; a text of a million characters is one of them."""
+    file = rows(tmp_path / "a.jsonl", "the a", "the a of", "the " * 250_000, "")
+    store = tokenize(file_source(file), "text", "label", tokenizer, 4)
+    assert (store.num_cut_texts, store.num_empty_texts) == (2, 1)
+    assert store.lengths(np.arange(4)).tolist() == [4, 4, 4, 2]
+
+
+def test_texts_shared_with_training_are_counted(
+    tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    train = rows(tmp_path / "train.jsonl", "the a", "of in", "to on", "with from")
+    other = rows(tmp_path / "other.jsonl", "to on", "two new", "the a", "to on ")
+    config = DataConfig(train_file=train, validation_file=other, test_file=train)
+    with caplog.at_level("WARNING"):
+        load_splits(config, tokenizer, None)
+    assert "2 of the 4 validation texts are among the training texts" in caplog.text
+    assert "4 of the 4 test texts are among the training texts" in caplog.text
+
+
+def test_labels_that_look_alike_are_told(
+    tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "a.jsonl"
+    lines = [json.dumps({"text": "the a", "label": label}) for label in ("Sports", "sports ", "b")]
+    file.write_text("\n".join(lines))
+    with caplog.at_level("WARNING"):
+        load_splits(DataConfig(train_file=file, validation_file=file), tokenizer, None)
+    assert "'Sports' and 'sports '" in caplog.text

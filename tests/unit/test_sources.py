@@ -65,7 +65,7 @@ def test_every_format_reads_the_same(tmp_path: Path) -> None:
         ("a.csv", "", "a.csv: is empty"),
         ("a.csv", "text,label\n", "a.csv: has no rows"),
         ("a.csv", "text,label\nx,1\ny,1,2\nz\n", "2 faulty rows. Fix or remove:\n  line 3: 3 fields, where the header has 2\n  line 4: 1 field"),
-        ("a.csv", 'text,label\nx,1\n"y,1\nz,2\n', "the row that starts in line 3: .* Fix: close or double its quotes"),
+        ("a.csv", 'text,label\nx,1\n"y,1\nz,2\n', "line 3: the row that starts here: .*; close or double its quotes"),
         ("a.csv", "text,label\nx,\n", "line 2: label is empty"),
         ("a.csv", "text,text\nx,1\n", "column 'text' occurs twice"),
         ("a.csv", b"text,label\nx,1\ncaf\xe9,1\n", r"line 3: byte 4 \(0xe9\) is not UTF-8"),
@@ -91,6 +91,15 @@ def test_faults_name_file_and_line(
 
     message = fault(tmp_path, name, content)
     assert re.search(words, message, re.DOTALL), message
+
+
+def test_faults_of_every_kind_are_told_together(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": 1, "label": "a"}\n{"text"\n[]\n{"text": "x", "label": ""}\n')
+    with pytest.raises(DataError) as error:
+        list(file_source(file).rows("text", "label"))
+    for line in (1, 2, 3, 4):
+        assert f"line {line}: " in str(error.value)
 
 
 def test_many_faults_are_counted(tmp_path: Path) -> None:

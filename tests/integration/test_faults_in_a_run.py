@@ -1,0 +1,222 @@
+"""What goes wrong in one process: numbers, signals, locks, changed settings. Real kills are in tests/faults."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import events_of, job_words, run_hash
+from filelock import FileLock
+from safetensors.torch import load_file
+
+from accel_ft import train
+from accel_ft.checkpoint import state, transaction
+from accel_ft.engine import evaluation, loop
+from accel_ft.engine.run import NONFINITE_IN_A_ROW, Run
+from accel_ft.errors import CheckpointError, ConfigError, Preempted, UserError
+from accel_ft.runtime import files
+from accel_ft.runtime.watch import Watch
+
+SICK_STEP = 5  # counted from 0
+
+
+@pytest.fixture
+def words(tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path) -> list[str]:
+    return job_words(tiny_model, rows_file, odd_file, tmp_path / "run")
+
+
+def make_sick(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> None:
+    """Give the loss of these micro-batches, counted over the process, no number."""
+    count = 0
+    weighted_loss = loop.weighted_loss
+
+    def sick_loss(*args: Any) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        return weighted_loss(*args) * (float("nan") if count - 1 in calls else 1.0)
+
+    monkeypatch.setattr(loop, "weighted_loss", sick_loss)
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(transaction.checkpoint_folder(run / "checkpoints", step) / "model.safetensors")
+
+
+def nonfinite(run: Path) -> list[dict]:
+    return [event for event in events_of(run) if event["event"] == "nonfinite"]
+
+
+def test_stop_names_update_and_samples(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second micro-batch of update 6: its 3 samples of 7 are named, the weights stay."""
+    make_sick(monkeypatch, {2 * SICK_STEP + 1})
+    with pytest.raises(UserError, match="update 6: the loss is nan; samples ") as error:
+        train.main(words)
+    (event,) = nonfinite(tmp_path / "run")
+    assert (event["update"], event["policy"], event["losses"]) == (6, "stop", ["nan"])
+    assert len(event["sample_ids"]) == 3
+    assert ", ".join(map(str, event["sample_ids"])) in str(error.value)
+    assert "the newest checkpoint is step_00000005" in str(error.value)
+    assert state.newest_sound(tmp_path / "run" / "checkpoints").name == "step_00000005"
+
+
+def test_skip_leaves_the_update_out(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_sick(monkeypatch, {2 * SICK_STEP})
+    train.main([*words, "--on_nonfinite", "skip"])
+    run = tmp_path / "run"
+    before, after = weights(run, SICK_STEP), weights(run, SICK_STEP + 1)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert not all(torch.equal(after[n], v) for n, v in weights(run, SICK_STEP + 2).items())
+    events = [event for event in events_of(run) if event["event"] == "train"]
+    assert [event["step"] for event in events] == list(range(1, 13))
+    assert [event["loss"] is None for event in events] == [n == SICK_STEP for n in range(12)]
+    assert [event["update"] for event in nonfinite(run)] == [SICK_STEP + 1]
+
+
+@pytest.mark.parametrize("save_steps", [1, 3, 100])
+def test_rollback_passes_over_the_batch(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_steps: int
+) -> None:
+    """Back to the last checkpoint (that of update 0 where there is none yet), then on without the batch: as a run
+    that skips it from the start, but for dropout's numbers.
+    """
+    make_sick(monkeypatch, {2 * SICK_STEP})
+    train.main([*words, "--on_nonfinite", "rollback", "--save_steps", str(save_steps)])
+    run = tmp_path / "run"
+    (event,) = nonfinite(run)
+    assert event["step"] == {1: 5, 3: 3, 100: 0}[save_steps]
+    events = [event for event in events_of(run) if event["event"] == "train"]
+    assert [event["step"] for event in events] == list(range(1, 13))
+    assert [event["loss"] is None for event in events] == [n == SICK_STEP for n in range(12)]
+    newest = transaction.list_published(run / "checkpoints")[-1][1]
+    assert state.read_trainer_state(newest)["passed_over"] == [SICK_STEP]
+    assert all(torch.isfinite(value).all() for value in weights(run, 12).values())
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_what_never_ends_is_stopped(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    make_sick(monkeypatch, set(range(2, 1000)))
+    words += ["--on_nonfinite", policy, "--num_train_epochs", "10"]
+    with pytest.raises(UserError, match=f"update {NONFINITE_IN_A_ROW + 2}: the loss is nan"):
+        train.main(words)
+    assert len(nonfinite(tmp_path / "run")) == NONFINITE_IN_A_ROW + 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "scale", "finite"),
+    [
+        (1.0, 2.0, None, True),
+        (1.0, float("inf"), None, False),
+        (1.0, float("inf"), 65536.0, True),  # fp16's own overflow: the scaler skips and halves
+        (1.0, float("nan"), 1.0, False),  # no scale is left to halve
+        (float("inf"), 1.0, 65536.0, False),
+        (float("nan"), float("nan"), 65536.0, False),
+    ],
+)
+def test_overflow_of_fp16_is_no_sickness(
+    loss: float, norm: float, scale: float | None, finite: bool
+) -> None:
+    scaler = None if scale is None else SimpleNamespace(get_scale=lambda: scale)
+    run: Any = SimpleNamespace(
+        losses=[torch.tensor(loss)], accelerator=SimpleNamespace(scaler=scaler), step=0,
+        watch=SimpleNamespace(stage=lambda *_, **__: None, stop_signal=0, agree=lambda *n: list(n)),
+        loss_sum=0.0, loss_weight=0.0, global_weight=lambda: 1.0, newest_nonfinite=-1,
+    )  # fmt: skip
+    run._is_fp16_overflow = lambda: Run._is_fp16_overflow(run)
+    assert Run.all_finite(run, torch.tensor(norm)) is finite
+    assert run.loss_sum == (loss if finite else 0.0)
+
+
+@pytest.mark.parametrize("step", [6, 12])
+def test_a_signal_during_an_evaluation(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Saved without the evaluation, which is made up for at the resume; at the last update too."""
+    words += ["--per_device_eval_batch_size", "7"]  # the signal comes in the first of three batches
+    train.main(words)
+    whole = run_hash(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    forward, evaluations = evaluation.forward, 0
+
+    def slow_forward(*args: Any) -> torch.Tensor:
+        nonlocal evaluations
+        evaluations += 1
+        if evaluations == 1 + 3 * (step // 6 - 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1.0)
+        return forward(*args)
+
+    monkeypatch.setattr(evaluation, "forward", slow_forward)
+    with pytest.raises(Preempted, match=f"SIGTERM: stopped after update {step} of 12"):
+        train.main(words)
+    monkeypatch.undo()
+    events = events_of(tmp_path / "run")
+    assert events[-1] == {"event": "preempted", "step": step, "signal": "SIGTERM"}
+    newest = transaction.list_published(tmp_path / "run" / "checkpoints")[-1]
+    assert newest[0] == step
+    assert state.read_trainer_state(newest[1])["eval_is_due"]
+    train.main([*words, "--resume_from_checkpoint", "latest"])
+    assert run_hash(tmp_path / "run") == whole
+
+
+def test_a_folder_belongs_to_one_run(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "LOCK_SECONDS", 0.1)
+    (tmp_path / "run" / "ranks").mkdir(parents=True)
+    with (
+        FileLock(tmp_path / "run" / "ranks" / "lock"),
+        pytest.raises(ConfigError, match="another run is writing to it"),
+    ):
+        train.main(words)
+    train.main([*words, "--max_steps", "1"])
+
+
+def test_a_changed_setting_is_refused_unless_allowed(words: list[str], tmp_path: Path) -> None:
+    train.main([*words, "--max_steps", "2"])
+    again = [*words, "--max_steps", "4", "--resume_from_checkpoint", "latest", "--seed", "1"]
+    again += ["--learning_rate", "1e-4"]
+    with pytest.raises(CheckpointError, match="learning_rate: .*\n  seed: 42 in the checkpoint, 1"):
+        train.main(again)
+    with pytest.raises(CheckpointError, match=r"with the names of what may differ\n  seed: 42"):
+        train.main([*again, "--allow_changed", "learning_rate"])
+    with pytest.raises(ConfigError, match="allow_changed=sead: .* Did you mean `seed`"):
+        train.main([*again, "--allow_changed", "sead"])
+    train.main([*again, "--allow_changed", "learning_rate,seed"])
+    assert events_of(tmp_path / "run")[-1]["step"] == 4
+    assert "allow_changed: null" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+def test_a_damaged_checkpoint_that_is_asked_for_is_refused(
+    words: list[str], tmp_path: Path
+) -> None:
+    train.main([*words, "--max_steps", "2"])
+    folder = tmp_path / "run" / "checkpoints" / "step_00000002"
+    (folder / "optimizer.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="optimizer.bin is damaged"):
+        train.main([*words, "--max_steps", "4", "--resume_from_checkpoint", str(folder)])
+
+
+def test_a_watch_leaves_the_process_as_it_was(tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with Watch(tmp_path, 0, 1, 60) as watch:
+        watch.stage("model")
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    beat = json.loads((tmp_path / "rank_00000.json").read_text())
+    assert (beat["stage"], beat["ended"], beat["pid"]) == ("end", True, os.getpid())
+    with pytest.raises(ValueError, match="cheese"), Watch(tmp_path, 0, 1, 60):
+        raise ValueError("cheese")
+    beat = json.loads((tmp_path / "rank_00000.json").read_text())
+    assert (beat["failed"], beat["ended"]) == ("ValueError: cheese", False)
+    assert "ValueError: cheese" in (tmp_path / "rank_00000.log").read_text()
