@@ -102,8 +102,11 @@ def leave_last_words(message: str) -> None:
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": message, "timestamp": str(int(time.time()))}, file)
+        words = json.dumps({"message": message, "timestamp": str(int(time.time()))})
+        with contextlib.suppress(OSError):  # whole or not: the launcher cannot read half of it
+            with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+                file.write(words)
+            os.replace(f"{path}.tmp", path)
 
 
 def _let_rank_0_speak_first() -> None:

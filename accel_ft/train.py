@@ -4,8 +4,8 @@ accelerate launch --config_file STRATEGY.yaml -m accel_ft.train --config JOB.yam
 """
 
 import logging
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ def fit(config: TrainConfig) -> None:
 
     from accel_ft.engine.build import build, is_finished, start_or_resume
     from accel_ft.engine.loop import train
-    from accel_ft.runtime.files import locked
     from accel_ft.runtime.launch import make_accelerator
     from accel_ft.runtime.logging import read_events, setup_logging
     from accel_ft.runtime.watch import Watch
@@ -45,11 +44,12 @@ def fit(config: TrainConfig) -> None:
         dataloader_config=DataLoaderConfiguration(non_blocking=True),
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-            InitProcessGroupKwargs(timeout=timedelta(seconds=config.ddp_timeout)),
+            # Later than the watch, which knows who is missing; NCCL would only abort.
+            InitProcessGroupKwargs(timeout=timedelta(seconds=config.ddp_timeout + 30)),
         ],
     )
     setup_logging(accelerator.process_index)
-    _check_output_dir(config)
+    _make_output_dir(config.output_dir)
     ranks = config.output_dir / "ranks"
     rank, num_ranks, is_main = (
         accelerator.process_index,
@@ -57,7 +57,7 @@ def fit(config: TrainConfig) -> None:
         accelerator.is_main_process,
     )
     with (
-        locked(config.output_dir, ranks / "lock") if is_main else nullcontext(),
+        _own(config, ranks / "lock") if is_main else nullcontext(),
         Watch(ranks, rank, num_ranks, config.ddp_timeout) as watch,
     ):
         run = build(config, accelerator, watch)
@@ -74,23 +74,31 @@ def fit(config: TrainConfig) -> None:
             _say_farewell(config.output_dir, list(read_events(run.events.path)))
 
 
-def _check_output_dir(config: TrainConfig) -> None:
-    """Make the run's folder; one that holds a run is only touched by a resume."""
-    from accel_ft.checkpoint.transaction import list_published
-
-    folder = config.output_dir
+def _make_output_dir(folder: Path) -> None:
+    """Make the run's folder."""
     if folder.is_file():
         raise ConfigError(f"output_dir={folder}: is a file. Fix: the name of a folder")
-    holds_run = (folder / "metrics.jsonl").exists() or list_published(folder / "checkpoints")
-    if holds_run and config.resume_from_checkpoint is None:
-        raise ConfigError(
-            f"output_dir={folder}: already holds a run. "
-            "Fix: --resume_from_checkpoint latest to continue it, or another --output_dir"
-        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"output_dir={folder}: cannot be made: {error.strerror}") from error
+
+
+@contextmanager
+def _own(config: TrainConfig, lock: Path) -> Iterator[None]:
+    """Lock the run's folder; one that holds a run is only touched by a resume."""
+    from accel_ft.checkpoint.transaction import list_published
+    from accel_ft.runtime.files import locked
+
+    folder = config.output_dir
+    with locked(folder, lock):
+        holds_run = (folder / "metrics.jsonl").exists() or list_published(folder / "checkpoints")
+        if holds_run and config.resume_from_checkpoint is None:
+            raise ConfigError(
+                f"output_dir={folder}: already holds a run. "
+                "Fix: --resume_from_checkpoint latest to continue it, or another --output_dir"
+            )
+        yield
 
 
 def _say_farewell(output_dir: Path, events: list[dict[str, Any]]) -> None:

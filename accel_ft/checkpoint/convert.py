@@ -29,6 +29,12 @@ WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.bin"
 SHARDED_WEIGHTS = "pytorch_model_fsdp_0"
 SHARDED_OPTIMIZER = "optimizer_0"
+SHARDS = (SHARDED_WEIGHTS, SHARDED_OPTIMIZER)
+
+
+def makes_shards(accelerator: Accelerator) -> bool:
+    """Return whether a save writes shards."""
+    return bool(accelerator.distributed_type == DistributedType.FSDP)
 
 
 def is_sharded(folder: Path) -> bool:
@@ -42,7 +48,7 @@ def load_any(accelerator: Accelerator, folder: Path) -> None:
 
     Shards stay shards; a whole checkpoint that FSDP loads is read by rank 0 and dealt out.
     """
-    under_fsdp = accelerator.distributed_type == DistributedType.FSDP
+    under_fsdp = makes_shards(accelerator)
     if is_sharded(folder) == under_fsdp:
         accelerator.load_state(str(folder))
         return

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, set_seed
+from accelerate.utils import set_seed
 from torch.distributed.checkpoint.api import CheckpointException
 
 from accel_ft.checkpoint import convert, transaction, trust
@@ -51,24 +51,26 @@ def save(
             before is intact, what was staged is gone.
     """
     staging, is_main = transaction.staging_folder(final), accelerator.is_main_process
-    with _together(watch, final):
+    with together(watch, final):
         if is_main:
             transaction.start(final)
-    with _together(watch, final):
+            for name in convert.SHARDS if convert.makes_shards(accelerator) else ():
+                (staging / name).mkdir()  # so that no rank fails before torch's own collective
+    with together(watch, final):
         accelerator.save_state(str(staging))
         if is_main:
             text = json.dumps(trainer_state, indent=1)
             (staging / TRAINER_STATE).write_text(text, encoding="utf-8")
             config.save_pretrained(staging)
             tokenizer.save_pretrained(staging)
-    with _together(watch, final):
+    with together(watch, final):
         if is_main:
             transaction.publish(final)
 
 
 @contextlib.contextmanager
-def _together(watch: Watch, final: Path) -> Iterator[None]:
-    """Enter and leave with all ranks; where one failed, remove what is staged and raise on all."""
+def together(watch: Watch, final: Path) -> Iterator[None]:
+    """Write `final` with all ranks; where one failed, remove what is staged and raise on all."""
     fault: BaseException | None = None
     try:
         yield
@@ -80,7 +82,8 @@ def _together(watch: Watch, final: Path) -> Iterator[None]:
         reason = next(reason for reason in told if reason)
         with contextlib.suppress(OSError):
             reason += f" ({shutil.disk_usage(final.parent).free / 1e6:,.0f} MB free)"
-        newest = [path.name for _, path in transaction.list_published(final.parent)][-1:]
+        root = final.parent if final.name.startswith("step_") else final.parent / "checkpoints"
+        newest = [path.name for _, path in transaction.list_published(root)][-1:]
         left = f"{newest[0]} is the newest that was" if newest else "none was yet"
         raise CheckpointError(f"{final} could not be saved: {reason}; {left}") from fault
 
@@ -95,9 +98,9 @@ def check(folder: Path) -> None:
     trust.refuse_code(folder)
 
 
-def find(accelerator: Accelerator, root: Path, wanted: str | None) -> Path | None:
+def find(watch: Watch, root: Path, wanted: str | None) -> Path | None:
     """Return the checkpoint to resume from, verified, the same on every rank; None to start from
-    the beginning.
+    the beginning. Collective.
 
     Args:
         root: the run's checkpoints folder.
@@ -107,31 +110,33 @@ def find(accelerator: Accelerator, root: Path, wanted: str | None) -> Path | Non
         CheckpointError: `wanted` names a folder that is missing or damaged, or every checkpoint is
             damaged.
     """
-    found: list[str | None] = [None]
-    if accelerator.is_main_process and wanted is not None:
-        if wanted == "latest":
-            newest = newest_sound(root)
-            found = [None if newest is None else str(newest)]
-        else:
-            check(Path(wanted))
-            found = [wanted]
-    broadcast_object_list(found)
-    return None if found[0] is None else Path(found[0])
+    found: Path | None = None
+    fault: CheckpointError | None = None
+    if watch.rank == 0 and wanted is not None:
+        try:
+            found = newest_sound(root) if wanted == "latest" else Path(wanted)
+            if found is not None and wanted != "latest":
+                check(found)
+        except CheckpointError as error:
+            fault = error
+    found, fault = watch.tell((found, fault))[0]  # hashing a large one may take long
+    if fault is not None:
+        raise fault
+    return found
 
 
-def is_sound(accelerator: Accelerator, folder: Path) -> bool:
+def is_sound(watch: Watch, folder: Path) -> bool:
     """Return whether a checkpoint verifies, the same on every rank; tell what is wrong if not.
     Collective.
     """
-    sound = [False]
-    if accelerator.is_main_process:
+    sound = watch.rank == 0
+    if watch.rank == 0:
         try:
             check(folder)
-            sound = [True]
         except CheckpointError as error:
             logger.warning("passed over: %s", error)
-    broadcast_object_list(sound)
-    return sound[0]
+            sound = False
+    return bool(watch.tell(sound)[0])
 
 
 def newest_sound(root: Path) -> Path | None:
@@ -191,11 +196,12 @@ def load(accelerator: Accelerator, folder: Path, trainer_state: dict[str, Any], 
 
 
 def read_weights(folder: Path) -> dict[str, Any]:
-    """Return a verified checkpoint's weights by name, in one process.
+    """Return a checkpoint's weights by name, in one process.
 
     Raises:
         CheckpointError: they cannot be read.
     """
+    trust.refuse_code(folder)  # it may have no manifest
     try:
         return convert.read_weights(folder)
     except (Exception, CheckpointException) as error:

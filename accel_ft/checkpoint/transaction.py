@@ -11,6 +11,7 @@ Write: into a staging folder; SHA-256 and size of every file into manifest.json;
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from accel_ft.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 STAGING_PREFIX = ".staging-"
@@ -117,7 +120,7 @@ def prune(root: Path, keep: int | None, protected: int | None) -> None:
     if keep is not None:
         for step, path in list_published(root)[:-keep]:
             if step != protected:
-                remove(path)
+                _try_to_remove(path)
 
 
 def remove_leftovers(root: Path, damaged: Sequence[Path] = ()) -> None:
@@ -129,7 +132,15 @@ def remove_leftovers(root: Path, damaged: Sequence[Path] = ()) -> None:
     for path in damaged:
         remove(path)
     for path in root.glob(f"{STAGING_PREFIX}*"):
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _try_to_remove(folder: Path) -> None:
+    """Remove a folder nobody needs; what a reader still holds open on NFS may stay behind."""
+    try:
+        remove(folder)
+    except OSError as error:
+        logger.warning("%s could not be removed: %s", folder, error)
 
 
 def remove(folder: Path) -> None:

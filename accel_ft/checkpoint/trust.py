@@ -3,7 +3,7 @@
 Weights are safetensors, and what accelerate pickles (optimizer, loss scaler, random numbers) it
 reads with `weights_only`. Two places of torch's distributed checkpoints are unpickled without: the
 .metadata, and values that are no tensors inside the .distcp files. Both are read here first, by an
-unpickler that knows only the classes that belong there.
+unpickler that makes inert stand-ins of the few classes that belong there.
 """
 
 import io
@@ -17,7 +17,7 @@ import torch
 from accel_ft.errors import CheckpointError
 
 DTYPES = {str(value)[6:] for value in vars(torch).values() if isinstance(value, torch.dtype)}
-METADATA_CLASSES = {
+METADATA_NAMES = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata",
         "ChunkStorageMetadata", "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
@@ -31,11 +31,30 @@ METADATA_CLASSES = {
 }  # fmt: skip
 
 
+class _Frozen(type):
+    """A class that a pickle cannot change: with the live ones, BUILD could set any attribute."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise pickle.UnpicklingError(f"sets {name} of a class")
+
+
+class _StandIn(metaclass=_Frozen):
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise pickle.UnpicklingError(f"sets {name} of an object")
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if name not in METADATA_CLASSES.get(module, ()):
+        if name not in METADATA_NAMES.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} does not belong into it")
-        return super().find_class(module, name)
+        return dict if name == "OrderedDict" else _Frozen(name, (_StandIn,), {})
 
 
 def refuse_code(folder: Path) -> None:
@@ -44,8 +63,10 @@ def refuse_code(folder: Path) -> None:
     Raises:
         CheckpointError: naming the file that would run code.
     """
-    for path in folder.glob("custom_checkpoint_*.pkl"):  # objects registered with accelerate
-        raise CheckpointError(f"{folder}: {path.name} does not belong into it")
+    strange = [*folder.glob("custom_checkpoint_*.pkl")]  # objects registered with accelerate
+    strange += folder.glob("*/__*.metadata")  # of one rank; taken where the whole one is missing
+    for path in strange:
+        raise CheckpointError(f"{folder}: {path.relative_to(folder)} does not belong into it")
     for metadata in folder.glob("*/.metadata"):
         try:
             _check_shards(metadata)
@@ -57,10 +78,15 @@ def refuse_code(folder: Path) -> None:
 def _check_shards(path: Path) -> None:
     with path.open("rb") as file:
         metadata = _MetadataUnpickler(file).load()
+    if type(metadata).__name__ != "Metadata":
+        raise CheckpointError("its .metadata is none")
+    kinds = {name: type(entry).__name__ for name, entry in metadata.state_dict_metadata.items()}
     for index, info in metadata.storage_data.items():
         if not re.fullmatch(r"__\d+_\d+\.distcp", info.relative_path):
             raise CheckpointError(f"{info.relative_path!r} is no file of it")
-        if type(metadata.state_dict_metadata[index.fqn]).__name__ == "BytesStorageMetadata":
+        if vars(info).get("transform_descriptors"):
+            raise CheckpointError(f"{info.relative_path} is compressed")
+        if kinds[index.fqn] != "TensorStorageMetadata":
             with (path.parent / info.relative_path).open("rb") as file:
                 file.seek(info.offset)
                 torch.load(io.BytesIO(file.read(info.length)), weights_only=True)

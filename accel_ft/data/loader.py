@@ -3,6 +3,7 @@
 Legend: B samples of a micro-batch, T tokens of its longest.
 """
 
+import signal
 from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
@@ -110,5 +111,12 @@ def make_loader(
         num_workers=num_workers,
         pin_memory=accelerator.device.type == "cuda",
         generator=torch.Generator(),
+        worker_init_fn=_leave_signals_to_the_parent,
     )
     return accelerator.prepare_data_loader(loader)
+
+
+def _leave_signals_to_the_parent(worker: int) -> None:
+    """Schedulers signal every process; a worker that died of it would take the update along."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

@@ -19,7 +19,12 @@ from accel_ft.engine.evaluation import make_eval_loader
 from accel_ft.engine.run import Run
 from accel_ft.errors import CheckpointError, ConfigError, nearest
 from accel_ft.model import load
-from accel_ft.model.optim import make_optimizer, make_scheduler, scaled_learning_rate
+from accel_ft.model.optim import (
+    allocate_state,
+    make_optimizer,
+    make_scheduler,
+    scaled_learning_rate,
+)
 from accel_ft.runtime import fsdp
 from accel_ft.runtime.files import write_whole
 from accel_ft.runtime.launch import check_granted
@@ -130,6 +135,8 @@ def _build_model(
     fsdp.configure(accelerator, model)
     model, optimizer = accelerator.prepare(model, optimizer)
     check_granted(accelerator, model)
+    if accelerator.is_fsdp2:
+        allocate_state(optimizer.optimizer)
     set_seed(config.seed, device_specific=True)  # other dropout on every rank
     return model, optimizer, scheduler
 
@@ -182,7 +189,7 @@ def start_or_resume(run: Run) -> None:
                 f"allow_changed={name}: nothing of that name is compared."
                 f"{nearest(name, run.identity)} Allowed: {', '.join(run.identity)}"
             )
-    folder = state.find(accelerator, run.checkpoints, wanted)
+    folder = state.find(run.watch, run.checkpoints, wanted)
     if folder is not None:
         run.resume(folder)
         logger.info("resumed from %s: %d of %d updates done", folder, run.step, run.num_steps)

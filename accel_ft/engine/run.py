@@ -1,7 +1,9 @@
 """A run's parts, and what happens between two updates: log, evaluate, save."""
 
+import contextlib
 import logging
 import math
+import os
 import signal
 import time
 from collections import deque
@@ -63,6 +65,7 @@ class Run:
     """Step and value of the best evaluation."""
     stop_signal: int = 0
     """Signal that some rank got; the same on all ranks, 0 for none."""
+    warned: bool = False
     eval_is_due: bool = False
     """Whether a signal interrupted the evaluation of this update."""
     passed_over: set[int] = field(default_factory=set)
@@ -83,6 +86,8 @@ class Run:
     timed_since: float = 0.0
     bar: Any = None
     loader: Any = None
+    batches: Any = None
+    """The iterator of `loader`."""
 
     @property
     def output_dir(self) -> Path:
@@ -113,10 +118,16 @@ class Run:
         start = self.step * self.num_micro_batches
         workers = self.config.dataloader_num_workers
         self.loader = make_loader(self.accelerator, self.train_batches, start, workers)
-        return iter(self.loader)
+        batches: Iterator[Batch] = iter(self.loader)
+        self.batches = batches
+        return batches
 
     def close(self) -> None:
-        """End the progress bar, so that what is printed next has a line of its own."""
+        """End the loader's workers, and the progress bar, so that the next message has a line of
+        its own.
+        """
+        if self.batches is not None:
+            self.batches.close()
         if self.bar is not None:
             self.bar.close()
 
@@ -156,15 +167,14 @@ class Run:
         """
         if hasattr(grad_norm, "full_tensor"):
             grad_norm = grad_norm.full_tensor()
-        *losses, norm = torch.stack([*self.losses, grad_norm.float()]).tolist()
-        loss = math.fsum(losses)
+        grad_norm = grad_norm.to(self.losses[0])  # with offloaded gradients it is on the CPU
+        *losses, norm = torch.stack([*self.losses, grad_norm]).tolist()
         self.grad_norm = norm if math.isfinite(norm) else None
-        finite = math.isfinite(loss) and (math.isfinite(norm) or self._is_fp16_overflow())
-        stage = f"step {self.step + 1}"
-        self.watch.stage(stage, can_save=True)
+        finite = all(map(math.isfinite, losses))
+        finite = finite and (self.grad_norm is not None or self._is_fp16_overflow())
         self.stop_signal, nonfinite = self.watch.agree(self.watch.stop_signal, int(not finite))
         if not nonfinite:
-            self.loss_sum += loss
+            self.loss_sum += math.fsum(losses)
             self.loss_weight += self.global_weight()
             self.losses.clear()
             if self.step > self.newest_nonfinite:
@@ -236,7 +246,7 @@ class Run:
 
     def _roll_back_to_newest(self) -> None:
         """Load the newest sound checkpoint, and leave the present batch out from now on."""
-        folder = state.find(self.accelerator, self.checkpoints, "latest")
+        folder = state.find(self.watch, self.checkpoints, "latest")
         assert folder is not None  # `rollback` saves before the first update
         self.passed_over.add(self.step)
         self.resume(folder)
@@ -246,12 +256,14 @@ class Run:
     def roll_back(self) -> Iterator[Batch]:
         """Return the micro-batches from where a rollback led. Collective."""
         self.loader.end()
+        self.batches.close()
         self.bar.n = self.step
         self.timed_samples = self.timed_tokens = 0
         return self.start()
 
     def passes_over(self, micro_batches: Iterator[Batch]) -> bool:
         """Leave the coming update out where a rollback says so. Collective."""
+        self.watch.stage(f"step {self.step + 1}", can_save=True)
         if self.step not in self.passed_over:
             return False
         deque(islice(micro_batches, self.accumulation_steps), maxlen=0)
@@ -286,7 +298,8 @@ class Run:
     def _end_early(self) -> None:
         """Stop after a signal; the state is saved."""
         name = signal.Signals(self.stop_signal).name
-        self.events.write("preempted", step=self.step, signal=name)
+        with contextlib.suppress(OSError):  # what matters is saved
+            self.events.write("preempted", step=self.step, signal=name)
         self.watch.wait()  # a rank that ends first has the launcher end the others
         raise Preempted(
             f"{name}: stopped after update {self.step} of {self.num_steps}, which is saved. "
@@ -378,13 +391,21 @@ class Run:
         seconds = time.monotonic() - started
         self.events.write("save", step=self.step, seconds=round(seconds, 3))
         self.timed_since += seconds
+        grace = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+        if "TORCHELASTIC_RUN_ID" in os.environ and seconds > grace / 2 and not self.warned:
+            self.warned = True
+            logger.warning(
+                "saving took %.0f s, and the launcher kills %.0f s after a SIGTERM. Set "
+                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT before `accelerate launch` to a longer time",
+                seconds, grace,
+            )  # fmt: skip
 
     def finish(self) -> None:
         """Leave the final (or best) model, and measure it on the test rows. Collective."""
         self.close()
         model_step = self.step
         if self.config.load_best_model_at_end and self.best is not None:
-            if state.is_sound(self.accelerator, self._best_folder()):
+            if state.is_sound(self.watch, self._best_folder()):
                 convert.load_any(self.accelerator, self._best_folder())
                 model_step = self.best["step"]
             logger.info("the model is that of update %d", model_step)
@@ -409,9 +430,9 @@ class Run:
     def _export(self, final: Path) -> None:
         """Write the model as a Hugging Face folder, whole or not at all. Collective."""
         weights = self.accelerator.get_state_dict(self.model)
-        if self.accelerator.is_main_process:
-            weights = {name.removeprefix("_orig_mod."): value for name, value in weights.items()}
-            with transaction.writing(final) as staging:
-                self._plain_model().save_pretrained(staging, state_dict=weights)
-                self.tokenizer.save_pretrained(staging)
-        self.watch.wait()
+        weights = {name.removeprefix("_orig_mod."): value for name, value in weights.items()}
+        with state.together(self.watch, final):
+            if self.accelerator.is_main_process:
+                with transaction.writing(final) as staging:
+                    self._plain_model().save_pretrained(staging, state_dict=weights)
+                    self.tokenizer.save_pretrained(staging)

@@ -32,6 +32,24 @@ def make_optimizer(
     return torch.optim.AdamW(groups, lr=learning_rate, fused=True)
 
 
+def allocate_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the moments of an optimizer that has none yet, as they are before the first update.
+
+    torch does so itself when it saves or loads a sharded one, by a step that it then counts.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for state in optimizer.state.values():
+        state["step"].zero_()
+
+
 def make_scheduler(config: TrainConfig, optimizer: torch.optim.Optimizer, num_steps: int) -> Any:
     """Return the schedule, to be stepped once an update (accelerate would step a prepared one once
     a rank).

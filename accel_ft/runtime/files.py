@@ -39,6 +39,10 @@ def locked(folder: Path, path: Path) -> Iterator[None]:
     lock = FileLock(path)
     try:
         held = lock.acquire(timeout=0)
+    except NotImplementedError:
+        logger.warning("%s: its file system has no locks; see to it that one run uses it", folder)
+        yield
+        return
     except Timeout:
         logger.warning("%s is in use by another run: waiting %.0f s", folder, LOCK_SECONDS)
         try:

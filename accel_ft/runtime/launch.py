@@ -93,12 +93,20 @@ def _launcher_words() -> list[str] | None:
             words = parent.cmdline()
         except psutil.Error:
             continue
-        for place, word in enumerate(words[:4]):
-            name = os.path.basename(word)
-            if name == "accelerate" and words[place + 1 : place + 2] == ["launch"]:
-                return words[place + 2 :]
-            if name == "accelerate-launch" or word == "accelerate.commands.launch":
-                return words[place + 1 :]
+        found = launcher_words(words)
+        if found is not None:
+            return found
+    return None
+
+
+def launcher_words(command: list[str]) -> list[str] | None:
+    """Return the words after `accelerate launch` in a process's command line, None in another."""
+    for place, word in enumerate(command[:4]):
+        name = os.path.basename(word)
+        if name == "accelerate" and command[place + 1 : place + 2] == ["launch"]:
+            return command[place + 2 :]
+        if name == "accelerate-launch" or word == "accelerate.commands.launch":
+            return command[place + 1 :]
     return None
 
 

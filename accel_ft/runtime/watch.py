@@ -39,6 +39,7 @@ from accel_ft.errors import (
     RankError,
     leave_last_words,
 )
+from accel_ft.runtime.launch import launcher_words
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +70,13 @@ class Watch:
         self._can_save = False
         self._beat: dict[str, Any] = {"rank": rank, "host": _host(), "pid": os.getpid()}
         self._beat |= {"born": psutil.Process().create_time(), "stage": "start", "count": 0}
+        self._beat["exit_code"] = EXIT_FAILED
         self._failed = ""
         self._seen: dict[int, tuple[Any, float]] = {}
+        self._killed: dict[int, str] = {}
+        self._can_write = True
         self._suspected_since: float | None = None
-        self._parent = os.getppid()
+        self._launcher = os.getppid() if _has_launcher() else None
         folder.mkdir(parents=True, exist_ok=True)
         self._several = num_ranks > 1
         if self._several:
@@ -164,7 +168,8 @@ class Watch:
         elif not isinstance(error, Preempted):
             felt = isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError)
             if self._several and felt:  # maybe another's end, felt here
-                found = self._find_lost(wait_seconds=GRACE_SECONDS)
+                limit = self.limit / 2 if "imed out" in str(error) else 0.0
+                found = self._find_lost(limit, wait_seconds=GRACE_SECONDS)
                 lost = found[1] if found is not None else self._if_timed_out(error)
             self._failed = f"{type(error).__name__}: {error}"
             leave_last_words(f"error: {self._words(self._beat, f'failed ({self._failed})')}")
@@ -194,7 +199,7 @@ class Watch:
                     return
                 if number in STOP_SIGNALS:
                     self._on_signal(number)
-            if os.getppid() != self._parent and not self.stop_signal:
+            if self._launcher not in (None, os.getppid()) and not self.stop_signal:
                 self._on_signal(signal.SIGTERM, "the launcher is gone")
             now = time.monotonic()
             if now - beats > 20 * TICK_SECONDS:  # this process was stopped itself: look anew
@@ -224,9 +229,10 @@ class Watch:
             os._exit(128 + number)
 
     def _exit_unsaved(self) -> None:
-        stage, name = self._beat["stage"], signal.Signals(self.stop_signal).name
-        self._write_beat(ended=True)
-        self._say(f"{name} at stage {stage}: nothing to save yet")
+        name = signal.Signals(self.stop_signal).name
+        self._failed, self._beat["exit_code"] = f"{name}, nothing to save yet", EXIT_PREEMPTED
+        self._write_beat()
+        self._say(f"{name} at stage {self._beat['stage']}: nothing to save yet")
         os._exit(EXIT_PREEMPTED)
 
     def _watch_others(self) -> None:
@@ -238,13 +244,13 @@ class Watch:
         if time.monotonic() - self._suspected_since > GRACE_SECONDS:
             self._end(lost)
 
-    def _end(self, lost: tuple[int, str]) -> None:
+    def _end(self, lost: tuple[int, str, int]) -> None:
         """End this process, whose main thread may wait for a rank that will not come."""
-        rank, words = lost
+        rank, words, exit_code = lost
         faulthandler.dump_traceback(self._log)
         leave_last_words(f"error: {words}")
         self._say(f"error: {words}", aloud=self.rank == (1 if rank == 0 else 0))
-        os._exit(EXIT_FAILED)
+        os._exit(exit_code)
 
     def _say(self, message: str, aloud: bool = True) -> None:
         with contextlib.suppress(OSError):
@@ -260,9 +266,13 @@ class Watch:
     def _write_beat(self, ended: bool = False) -> None:
         self._beat["count"] += 1
         self._beat |= {"failed": self._failed, "ended": ended, "at": time.time()}
-        with contextlib.suppress(OSError):  # a full disk is told by who writes what matters
-            self._path(self.rank).with_suffix(".tmp").write_text(json.dumps(self._beat))
-            self._path(self.rank).with_suffix(".tmp").replace(self._path(self.rank))
+        staging = self._path(self.rank).with_suffix(".tmp")
+        try:
+            staging.write_text(json.dumps(self._beat))
+            staging.replace(self._path(self.rank))
+            self._can_write = True
+        except OSError:  # a full disk is told by who writes what matters
+            self._can_write = False
         if not ended and not self._failed:
             leave_last_words(f"error: {self._words(self._beat, 'ended without a word')}")
 
@@ -281,14 +291,16 @@ class Watch:
         others = [self._words(beat, "did not come") for beat in self._others()]
         return f"rank {self.rank} waited for {self.limit:.0f} s: " + "; ".join(others)
 
-    def _find_lost(self, limit: float = 0.0, wait_seconds: float = 0.0) -> tuple[int, str] | None:
-        """Return a rank that failed, died, or was stopped for `limit` seconds, the first one, and
-        what is to be said of it.
+    def _find_lost(
+        self, limit: float = 0.0, wait_seconds: float = 0.0
+    ) -> tuple[int, str, int] | None:
+        """Return the first rank that failed, died, or was stopped for `limit` seconds (0: those
+        that are stopped do not count), what is to be said of it, and the exit code.
         """
         deadline = time.monotonic() + wait_seconds
         while True:
             found = [
-                (beat["at"], beat["rank"], self._words(beat, fate))
+                (beat["at"], beat["rank"], self._words(beat, fate), beat["exit_code"])
                 for beat in self._others()
                 if (fate := self._fate(beat, limit))
             ]
@@ -320,10 +332,12 @@ class Watch:
         if last != beat["count"]:
             self._seen[beat["rank"]] = (beat["count"], now)
             return ""
-        silent = now - since
+        silent = now - since if self._can_write else 0.0  # who cannot write cannot judge
         return f"was silent for {silent:.0f} s" if silent > max(limit, SILENCE_SECONDS) else ""
 
     def _fate_here(self, beat: dict[str, Any], limit: float) -> str:
+        if beat["rank"] in self._killed:
+            return self._killed[beat["rank"]]
         try:
             process = psutil.Process(beat["pid"])
             status = process.status()
@@ -337,10 +351,11 @@ class Watch:
             return ""
         now = time.monotonic()
         _, since = self._seen.setdefault(beat["rank"], (None, now))
-        if now - since < limit:
+        if limit == 0.0 or now - since < limit:
             return ""
+        self._killed[beat["rank"]] = f"was stopped for {now - since:.0f} s"
         process.kill()  # or the launcher waits for it half a minute more
-        return f"was stopped for {now - since:.0f} s"
+        return self._killed[beat["rank"]]
 
 
 def _host() -> str:
@@ -349,6 +364,18 @@ def _host() -> str:
     with contextlib.suppress(OSError):
         name += " " + re.sub(r"\D", "", os.readlink("/proc/self/ns/pid"))
     return name
+
+
+def _has_launcher() -> bool:
+    """Whether the parent started the ranks: then its end is theirs. A shell's or a kernel's is
+    not.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return True
+    with contextlib.suppress(psutil.Error):
+        parent = psutil.Process().parent()
+        return parent is not None and launcher_words(parent.cmdline()) is not None
+    return False
 
 
 def _forget_signals() -> None:

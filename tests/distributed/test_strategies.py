@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import job_words, launch, run, write_rows
+from conftest import events_of, job_words, launch, run, write_rows
 from safetensors.torch import load_file
 from test_ranks import on_ranks
 
@@ -154,6 +154,33 @@ def test_bf16_as_the_yaml_has_it(
         losses.append(first["loss"])
     assert receipt["strategy"]["distributed_type"] == "NO"
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
+@pytest.mark.parametrize("strategy", ["ddp2", "fsdp2"])
+def test_a_sick_number_of_one_rank_is_seen_by_all(
+    whole: dict[str, Any],
+    tmp_path: Path,
+    still_model: Path,
+    rows_file: Path,
+    odd_file: Path,
+    strategy: str,
+) -> None:
+    """Rank 1's fifth micro-batch: up to it the curve is that of any run, then the update is skipped, or passed over
+    after a rollback, by both ranks. Saving before the first update, as rollback does, leaves the curve alone.
+    """  # fmt: skip
+    tasks = []
+    for policy in ("skip", "rollback"):
+        words = job_words(still_model, rows_file, odd_file, tmp_path / policy)
+        words += ["--on_nonfinite", policy, "--save_steps", "3"]
+        tasks.append({"do": "sick_curve", "words": words})
+    for curve, policy in zip(on(strategy, tmp_path, *tasks), ("skip", "rollback"), strict=True):
+        assert curve[:4] == whole[strategy][1][:4]
+        assert curve[4][0] is None
+        assert len(curve) == 12
+        assert all(loss is not None and norm is not None for loss, norm in curve[5:])
+        (event,) = [e for e in events_of(tmp_path / policy) if e["event"] == "nonfinite"]
+        assert (event["update"], event["policy"], event["losses"]) == (5, policy, ["nan"])
+        assert event["step"] == {"skip": 4, "rollback": 3}[policy]
 
 
 LOGITS = """

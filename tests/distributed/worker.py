@@ -11,6 +11,7 @@ from accelerate.utils import gather_object
 
 from accel_ft import train
 from accel_ft.config import TrainConfig, parse
+from accel_ft.engine import loop
 from accel_ft.engine.build import build
 from accel_ft.engine.run import Run
 from accel_ft.engine.step import forward
@@ -45,6 +46,23 @@ def sample_ids(task: dict[str, Any]) -> list[list[list[int]]]:
 def curve(task: dict[str, Any]) -> list[list[float]]:
     """Loss and gradient norm of every update of a run."""
     train.main(task["words"])
+    output_dir = Path(task["words"][task["words"].index("--output_dir") + 1])
+    return logged(output_dir)
+
+
+def sick_curve(task: dict[str, Any]) -> list[list[float]]:
+    """A run in which the last rank's loss of its 5th micro-batch is no number."""
+    accelerator, weighted_loss, calls = make_accelerator(), loop.weighted_loss, 0
+
+    def sick_loss(*args: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        sick = calls == 5 and accelerator.process_index == accelerator.num_processes - 1
+        return weighted_loss(*args) * (float("nan") if sick else 1.0)
+
+    loop.weighted_loss = sick_loss
+    curve(task)
+    loop.weighted_loss = weighted_loss
     output_dir = Path(task["words"][task["words"].index("--output_dir") + 1])
     return logged(output_dir)
 

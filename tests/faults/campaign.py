@@ -568,12 +568,14 @@ def hostile(bench: Bench, tries: int) -> Iterator[Callable[[], None]]:
             p.relative_to(checkpoint).as_posix() for p in checkpoint.rglob("*") if p.is_file()
         )
         contents = payloads(marker)
-        for name in [*names, "custom_checkpoint_0.pkl", "shard values"]:
-            if name == transaction.MANIFEST:
-                continue
-            for content in contents[:1] if name == "shard values" else contents[:tries]:
-                if name != "shard values" or strategy == "cpu_fsdp2":
-                    yield lambda *a, c=checkpoint, n=name, p=content, r=num_ranks: _hostile_checkpoint(bench, c, n, p, r, marker)  # fmt: skip
+        special = ("shard values", "hidden shard values", "metadata of a rank")
+        special = special if strategy == "cpu_fsdp2" else ()
+        for name in [*names, "custom_checkpoint_0.pkl", *special]:
+            if name != transaction.MANIFEST:
+                for content in contents[: 1 if name in special else tries]:
+                    yield lambda c=checkpoint, n=name, p=content, r=num_ranks: _hostile_checkpoint(
+                        bench, c, n, p, r, marker
+                    )
     for name in (
         "job.yaml",
         "pytorch_model.bin",
@@ -591,11 +593,18 @@ def _hostile_checkpoint(
     run = bench.new_run()
     folder = run / "checkpoints" / checkpoint.name
     shutil.copytree(checkpoint, folder)
-    if name == "shard values":
-        _poison_shard(folder / convert.SHARDED_OPTIMIZER, marker)
+    if "shard values" in name:
+        _poison_shard(folder / convert.SHARDED_OPTIMIZER, marker, hidden="hidden" in name)
+    elif name == "metadata of a rank":
+        for metadata in list(folder.glob("*/.metadata")):
+            metadata.unlink()
+            (metadata.parent / "__0.metadata").write_bytes(content)
     else:
         (folder / name).write_bytes(content)
     (folder / transaction.MANIFEST).unlink()
+    with contextlib.suppress(UserError):  # as somebody else's folder, without a manifest
+        open_classifier(str(folder), torch.device("cpu"))
+    _check_nothing_ran(marker)
     files = [p for p in folder.rglob("*") if p.is_file()]
     entries = {p.relative_to(folder).as_posix(): transaction._entry(p) for p in sorted(files)}
     (folder / transaction.MANIFEST).write_text(transaction._manifest(entries))
@@ -609,8 +618,8 @@ def _hostile_checkpoint(
     _check_nothing_ran(marker)
 
 
-def _poison_shard(folder: Path, marker: Path) -> None:
-    """Make a value that is no tensor, inside a shard, a payload."""
+def _poison_shard(folder: Path, marker: Path, hidden: bool) -> None:
+    """Make a value that is no tensor, inside a shard, a payload; hidden: rename the class that tells it is one."""
     import io
 
     metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -621,7 +630,9 @@ def _poison_shard(folder: Path, marker: Path) -> None:
             torch.save(Payload(marker), poison)
             info.offset, info.length = shard.stat().st_size, len(poison.getvalue())
             shard.write_bytes(shard.read_bytes() + poison.getvalue())
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    content = pickle.dumps(metadata, protocol=2)
+    rename = b"ctorch.distributed.checkpoint.metadata\nBytesStorageMetadata\nN}X\x08\0\0\0__name__X\x01\0\0\0Ys\x86b0"
+    (folder / ".metadata").write_bytes(content[:2] + rename + content[2:] if hidden else content)
 
 
 def _hostile_model(bench: Bench, name: str, marker: Path) -> None:

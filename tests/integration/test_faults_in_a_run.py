@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import events_of, job_words, run_hash
+from conftest import ROOT, events_of, job_words, run_hash
 from filelock import FileLock
 from safetensors.torch import load_file
 
@@ -220,3 +222,65 @@ def test_a_watch_leaves_the_process_as_it_was(tmp_path: Path) -> None:
     beat = json.loads((tmp_path / "rank_00000.json").read_text())
     assert (beat["failed"], beat["ended"]) == ("ValueError: cheese", False)
     assert "ValueError: cheese" in (tmp_path / "rank_00000.log").read_text()
+
+
+def start(words: list[str], *, shell: bool = False) -> subprocess.Popen[str]:
+    """accel_ft.train in a process group of its own, or as an orphan: a shell starts it and ends."""
+    command = [sys.executable, "-m", "accel_ft.train", *words]
+    if shell:
+        command = ["sh", "-c", '"$@" & sleep 0.2', "sh", *command]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    pipe = subprocess.DEVNULL if shell else subprocess.PIPE
+    return subprocess.Popen(
+        command, env=environment, start_new_session=True, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def wait_for_step(run: Path, step: int) -> None:
+    deadline = time.monotonic() + 60
+    while (
+        not (run / "metrics.jsonl").exists()
+        or max((e["step"] for e in events_of(run)), default=0) < step
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_signal_to_the_whole_group_spares_the_workers(words: list[str], tmp_path: Path) -> None:
+    """As schedulers do it: the processes that prepare batches get the signal too."""
+    process = start([*words, "--dataloader_num_workers", "2", "--num_train_epochs", "300"])
+    wait_for_step(tmp_path / "run", 3)
+    os.killpg(process.pid, signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+    assert "SIGTERM: stopped after update" in said
+    newest = transaction.list_published(tmp_path / "run" / "checkpoints")[-1]
+    assert newest[0] == events_of(tmp_path / "run")[-1]["step"]
+
+
+def test_a_second_signal_ends_it_at_once(words: list[str], tmp_path: Path) -> None:
+    """Between the two, a first one must have been waiting: the update is made to last."""
+    slow = "import time; from accel_ft.engine import loop; f = loop.forward; "
+    slow += "loop.forward = lambda *a: (time.sleep(30) if loop.stuck() else None, f(*a))[1]; "
+    code = "from pathlib import Path; import sys; from accel_ft import train; " + slow
+    log = tmp_path / "run" / "metrics.jsonl"
+    code += f"log = Path({str(log)!r}); loop.stuck = lambda: log.exists() and b'\"step\": 3' in log.read_bytes(); "
+    code += "train.run_command(lambda: train.main(sys.argv[1:]))"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", code, *words], env=environment)
+    wait_for_step(tmp_path / "run", 3)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(5) == 128 + signal.SIGINT
+
+
+def test_the_end_of_a_shell_is_not_that_of_its_run(words: list[str], tmp_path: Path) -> None:
+    shell = start(words, shell=True)
+    shell.wait(60)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "run" / "model" / "config.json").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert "preempted" not in (tmp_path / "run" / "metrics.jsonl").read_text()
