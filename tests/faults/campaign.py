@@ -38,7 +38,7 @@ torch.set_num_threads(1)
 logging.getLogger("accel_ft").setLevel(logging.ERROR)
 
 NUM_UPDATES, SAVE_STEPS = 12, 3
-LAUNCH_SECONDS = 100.0
+LAUNCH_SECONDS = 300.0
 
 
 class Lost(AssertionError):

@@ -23,24 +23,24 @@ def run_campaign(*words: str, seconds: float) -> subprocess.CompletedProcess[str
     )
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_survived(tmp_path: Path, name: str) -> None:
     if name == "disk" and not _can_mount(tmp_path):
         pytest.skip("mounting a small disk needs root")
-    done = run_campaign("--only", name, "--json", str(tmp_path / "result.json"), seconds=290)
+    done = run_campaign("--only", name, "--json", str(tmp_path / "result.json"), seconds=880)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     result = json.loads((tmp_path / "result.json").read_text())[name]
     assert result["tried"] == result["survived"] > 0
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("part", "scenario"),
     [("fsync", "power_cut"), ("rename", "kills"), ("manifest", "damage"), ("rng", "kills"), ("trust", "hostile")],
 )  # fmt: skip
 def test_what_is_taken_out_is_noticed(part: str, scenario: str) -> None:
-    done = run_campaign("--break", part, "--only", scenario, "--stop", seconds=290)
+    done = run_campaign("--break", part, "--only", scenario, "--stop", seconds=880)
     assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-6000:]
 
 
