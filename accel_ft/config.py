@@ -167,7 +167,7 @@ class TrainConfig(DataConfig):
     """`latest`, or a checkpoint's folder. `latest` with no checkpoint yet starts from the
     beginning.
     """
-    allow_changed: tuple[str, ...] | None = None
+    allow_changed: tuple[str, ...] = ()
     """What may differ between a checkpoint and this job, by name, such as learning_rate,train_data;
     any other difference ends a resume."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"

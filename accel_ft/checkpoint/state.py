@@ -114,8 +114,10 @@ def find(watch: Watch, root: Path, wanted: str | None) -> Path | None:
     fault: CheckpointError | None = None
     if watch.rank == 0 and wanted is not None:
         try:
-            found = newest_sound(root) if wanted == "latest" else Path(wanted)
-            if found is not None and wanted != "latest":
+            if wanted == "latest":
+                found = newest_sound(root)
+            else:
+                found = Path(wanted)
                 check(found)
         except CheckpointError as error:
             fault = error

@@ -171,8 +171,9 @@ def is_finished(run: Run) -> bool:
     if ends[-1] > run.num_steps:
         logger.info("it was trained for %d updates, %d are asked for", ends[-1], run.num_steps)
     receipt = json.loads((run.output_dir / "receipt.json").read_text(encoding="utf-8"))
-    allowed = run.config.allow_changed or ()
-    state.check_same_run(run.output_dir, receipt["identity"], run.identity, allowed)
+    state.check_same_run(
+        run.output_dir, receipt["identity"], run.identity, run.config.allow_changed
+    )
     return True
 
 
@@ -183,7 +184,7 @@ def start_or_resume(run: Run) -> None:
         CheckpointError: it is missing, damaged, another job's, or older than others of this run.
     """
     wanted, accelerator = run.config.resume_from_checkpoint, run.accelerator
-    for name in run.config.allow_changed or ():
+    for name in run.config.allow_changed:
         if name not in run.identity:
             raise ConfigError(
                 f"allow_changed={name}: nothing of that name is compared."
@@ -236,7 +237,7 @@ def _check_space(run: Run) -> None:
 
 def _describe(run: Run) -> None:
     """Write config.yaml and receipt.json."""
-    settings = run.config.resolved(resume_from_checkpoint=None, allow_changed=None)
+    settings = run.config.resolved(resume_from_checkpoint=None, allow_changed=())
     write_whole(run.output_dir / "config.yaml", settings.to_yaml())
     splits = {"train": run.splits.train, "validation": run.splits.validation}
     if run.splits.test is not None:

@@ -2,6 +2,7 @@
 
 from itertools import islice
 
+from accel_ft.engine.nonfinite import all_finite, may_skip, passes_over
 from accel_ft.engine.run import Run
 from accel_ft.engine.step import forward, weighted_loss
 
@@ -13,7 +14,7 @@ def train(run: Run) -> None:
     micro_batches = run.start()
     model.train()
     while run.step < run.num_steps:
-        if run.passes_over(micro_batches):
+        if passes_over(run, micro_batches):
             continue
         # The weight of the whole global batch is known from the plan, without asking the other
         # ranks. The factor cancels what is divided by later: accumulation steps in `backward`,
@@ -28,12 +29,12 @@ def train(run: Run) -> None:
                 accelerator.backward(loss * scale)
             run.add_loss(loss)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
-        healthy = run.all_finite(grad_norm)  # on every rank, before the weights move
+        healthy = all_finite(run, grad_norm)  # on every rank, before the weights move
         if healthy:
             optimizer.step()
         optimizer.zero_grad()
-        if healthy or run.may_skip():
+        if healthy or may_skip(run):
             run.after_update()
         else:
-            micro_batches = run.roll_back()
+            micro_batches = run.restart()
     run.finish()

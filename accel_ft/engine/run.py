@@ -6,17 +6,13 @@ import math
 import os
 import signal
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
-from numpy.typing import NDArray
 from torch import nn
 
 from accel_ft.checkpoint import convert, state, transaction
@@ -25,13 +21,11 @@ from accel_ft.data.loader import Batch, Batches, make_loader
 from accel_ft.data.plan import Plan
 from accel_ft.data.splits import Split, Splits
 from accel_ft.engine.evaluation import evaluate
-from accel_ft.errors import Preempted, UserError
+from accel_ft.errors import Preempted
 from accel_ft.runtime.logging import EventLog, progress_bar
 from accel_ft.runtime.watch import Watch
 
 logger = logging.getLogger(__name__)
-
-NONFINITE_IN_A_ROW = 10  # updates that `skip` or `rollback` put up with
 
 
 class _Interrupted(Exception):
@@ -122,20 +116,31 @@ class Run:
         self.batches = batches
         return batches
 
+    def restart(self) -> Iterator[Batch]:
+        """Return the micro-batches from another update on. Collective."""
+        self._leave_loader()
+        self.bar.n = self.step
+        self.timed_samples = self.timed_tokens = 0
+        return self.start()
+
+    def _leave_loader(self) -> None:
+        """End the loader's workers, before its last batch too."""
+        if self.batches is not None:
+            self.loader.end()
+            self.batches.close()
+
     def close(self) -> None:
         """End the loader's workers, and the progress bar, so that the next message has a line of
         its own.
         """
-        if self.batches is not None:
-            self.batches.close()
+        self._leave_loader()
         if self.bar is not None:
             self.bar.close()
 
     def resume(self, folder: Path) -> None:
         """Continue from a verified checkpoint. Collective."""
         saved = state.read_trainer_state(folder)
-        allowed = self.config.allow_changed or ()
-        state.check_same_run(folder, saved["identity"], self.identity, allowed)
+        state.check_same_run(folder, saved["identity"], self.identity, self.config.allow_changed)
         state.load(self.accelerator, folder, saved, self.config.seed)
         self.scheduler.load_state_dict(saved["scheduler"])
         self.step, self.best, self.loss_weight = saved["step"], saved["best"], saved["loss_weight"]
@@ -160,116 +165,11 @@ class Run:
         """Keep a micro-batch's weighted loss, without waiting for the device."""
         self.losses.append(loss.detach())
 
-    def all_finite(self, grad_norm: torch.Tensor) -> bool:
-        """Return whether the update's losses and gradients are finite on every rank. Collective.
-
-        The one place of an update that waits for the device.
-        """
-        if hasattr(grad_norm, "full_tensor"):
-            grad_norm = grad_norm.full_tensor()
-        grad_norm = grad_norm.to(self.losses[0])  # with offloaded gradients it is on the CPU
-        *losses, norm = torch.stack([*self.losses, grad_norm]).tolist()
-        self.grad_norm = norm if math.isfinite(norm) else None
-        finite = all(map(math.isfinite, losses))
-        finite = finite and (self.grad_norm is not None or self._is_fp16_overflow())
-        self.stop_signal, nonfinite = self.watch.agree(self.watch.stop_signal, int(not finite))
-        if not nonfinite:
-            self.loss_sum += math.fsum(losses)
-            self.loss_weight += self.global_weight()
-            self.losses.clear()
-            if self.step > self.newest_nonfinite:
-                self.num_nonfinite = 0
-        return not nonfinite
-
-    def _is_fp16_overflow(self) -> bool:
-        """Whether gradients that are not finite come of the loss scale, which then halves."""
-        scaler = self.accelerator.scaler
-        return scaler is not None and scaler.get_scale() > 1.0
-
-    def may_skip(self) -> bool:
-        """Deal with an update that is not finite as `on_nonfinite` says. Collective.
-
-        Returns:
-            True to skip it, False to roll back.
-
-        Raises:
-            UserError: to stop, or after too many in a row.
-        """
-        if self.accelerator.scaler is not None:
-            self.accelerator.scaler.update()  # its step was left out
-        places, losses = self._nonfinite_places()
-        ids = self.splits.train.ids(places).tolist()
-        policy, number = self.config.on_nonfinite, self.step + 1
-        self.num_nonfinite += 1
-        self.newest_nonfinite = max(self.newest_nonfinite, self.step)
-        what = f"the loss is {losses[0]}" if losses else "the loss is finite, its gradient is not"
-        shown = ", ".join(map(str, ids[:10])) + (", ..." if len(ids) > 10 else "")
-        message = f"update {number}: {what}; samples {shown} of {self.splits.train.store.name}"
-        if policy == "stop" or self.num_nonfinite > NONFINITE_IN_A_ROW:
-            self._write_nonfinite("stop", number, ids, losses)
-            newest = [path.name for _, path in transaction.list_published(self.checkpoints)][-1:]
-            raise UserError(
-                f"{message}, counted from 0. The weights are those of update {self.step}; the "
-                f"newest checkpoint is {newest[0] if newest else 'none'}. Fix: a lower "
-                "learning_rate, more warmup_steps, mixed_precision bf16 or no instead of fp16, or "
-                "on_nonfinite: skip or rollback"
-            )
-        logger.warning("%s: %s", message, policy)
+    def count_loss(self, loss: float) -> None:
+        """Add this rank's loss of an update to those of the next train event."""
+        self.loss_sum += loss
+        self.loss_weight += self.global_weight()
         self.losses.clear()
-        if policy == "skip":
-            self._write_nonfinite(policy, number, ids, losses)
-            return True
-        self._roll_back_to_newest()
-        self._write_nonfinite(policy, number, ids, losses)
-        return False
-
-    def _nonfinite_places(self) -> tuple[NDArray[np.int64], list[str]]:
-        """Places of the micro-batches whose loss is not finite, over all ranks, and these losses;
-        the whole global batch where all losses are.
-        """
-        micro_batches = self.plan.micro_batches(self.step, self.num_micro_batches)
-        mine = micro_batches[self.accelerator.process_index :: self.accelerator.num_processes]
-        bad = [
-            (places.tolist(), str(float(loss)))
-            for places, loss in zip(mine, self.losses, strict=True)
-            if not math.isfinite(float(loss))
-        ]
-        told = [pair for rank in self.watch.tell(bad) for pair in rank]
-        if not told:
-            return self.plan.global_batch(self.step), []
-        return np.concatenate([np.array(places) for places, _ in told]), [loss for _, loss in told]
-
-    def _write_nonfinite(self, policy: str, update: int, ids: list[int], losses: list[str]) -> None:
-        self.events.write(
-            "nonfinite", step=self.step, update=update, policy=policy, losses=losses, sample_ids=ids
-        )
-
-    def _roll_back_to_newest(self) -> None:
-        """Load the newest sound checkpoint, and leave the present batch out from now on."""
-        folder = state.find(self.watch, self.checkpoints, "latest")
-        assert folder is not None  # `rollback` saves before the first update
-        self.passed_over.add(self.step)
-        self.resume(folder)
-        self.events.rewind(self.step)
-        logger.warning("rolled back to update %d", self.step)
-
-    def roll_back(self) -> Iterator[Batch]:
-        """Return the micro-batches from where a rollback led. Collective."""
-        self.loader.end()
-        self.batches.close()
-        self.bar.n = self.step
-        self.timed_samples = self.timed_tokens = 0
-        return self.start()
-
-    def passes_over(self, micro_batches: Iterator[Batch]) -> bool:
-        """Leave the coming update out where a rollback says so. Collective."""
-        self.watch.stage(f"step {self.step + 1}", can_save=True)
-        if self.step not in self.passed_over:
-            return False
-        deque(islice(micro_batches, self.accumulation_steps), maxlen=0)
-        self.grad_norm = None
-        self.after_update()
-        return True
 
     def after_update(self) -> None:
         """Count an update, and log, evaluate, save or stop where that is due. Collective."""
@@ -433,6 +333,7 @@ class Run:
         weights = {name.removeprefix("_orig_mod."): value for name, value in weights.items()}
         with state.together(self.watch, final):
             if self.accelerator.is_main_process:
-                with transaction.writing(final) as staging:
-                    self._plain_model().save_pretrained(staging, state_dict=weights)
-                    self.tokenizer.save_pretrained(staging)
+                staging = transaction.start(final)
+                self._plain_model().save_pretrained(staging, state_dict=weights)
+                self.tokenizer.save_pretrained(staging)
+                transaction.publish(final, with_manifest=False)  # users may add to it

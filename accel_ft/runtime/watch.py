@@ -78,8 +78,7 @@ class Watch:
         self._suspected_since: float | None = None
         self._launcher = os.getppid() if _has_launcher() else None
         folder.mkdir(parents=True, exist_ok=True)
-        self._several = num_ranks > 1
-        if self._several:
+        if num_ranks > 1:
             try:
                 self._group = dist.new_group(
                     backend="gloo", timeout=timedelta(seconds=limit_seconds)
@@ -96,7 +95,7 @@ class Watch:
 
     def agree(self, *numbers: int) -> list[int]:
         """Return the greatest of each number over all ranks. Collective."""
-        if not self._several:
+        if self.num_ranks == 1:
             return list(numbers)
         greatest = torch.tensor(numbers)
         dist.all_reduce(greatest, dist.ReduceOp.MAX, group=self._group)
@@ -105,14 +104,14 @@ class Watch:
     def tell(self, value: Any) -> list[Any]:
         """Return every rank's value, in order; waits as long as it takes. Collective."""
         values = [value]
-        if self._several:
+        if self.num_ranks > 1:
             values *= self.num_ranks
             dist.all_gather_object(values, value, group=self._patient_group)
         return values
 
     def wait(self) -> None:
         """Wait for all ranks, as long as it takes. Collective."""
-        if self._several:
+        if self.num_ranks > 1:
             dist.barrier(self._patient_group)
 
     @contextlib.contextmanager
@@ -167,7 +166,7 @@ class Watch:
             self.stage("end", can_save=True)
         elif not isinstance(error, Preempted):
             felt = isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError)
-            if self._several and felt:  # maybe another's end, felt here
+            if self.num_ranks > 1 and felt:  # maybe another's end, felt here
                 limit = self.limit / 2 if "imed out" in str(error) else 0.0
                 found = self._find_lost(limit, wait_seconds=GRACE_SECONDS)
                 lost = found[1] if found is not None else self._if_timed_out(error)
@@ -214,7 +213,7 @@ class Watch:
         now = time.monotonic()
         if not self.stop_signal:
             self.stop_signal, self._stopped_at = number, now
-            lost = self._find_lost() if self._several else None
+            lost = self._find_lost() if self.num_ranks > 1 else None
             if lost is not None:  # the launcher ends the others when one is gone
                 self._end(lost)
             if not self._can_save:
@@ -236,7 +235,7 @@ class Watch:
         os._exit(EXIT_PREEMPTED)
 
     def _watch_others(self) -> None:
-        lost = self._find_lost(self.limit) if self._several else None
+        lost = self._find_lost(self.limit) if self.num_ranks > 1 else None
         if lost is None:
             self._suspected_since = None
             return

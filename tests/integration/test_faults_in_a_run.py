@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 from accel_ft import train
 from accel_ft.checkpoint import state, transaction
 from accel_ft.engine import evaluation, loop
-from accel_ft.engine.run import NONFINITE_IN_A_ROW, Run
+from accel_ft.engine import nonfinite as handling
+from accel_ft.engine.run import Run
 from accel_ft.errors import CheckpointError, ConfigError, Preempted, UserError
 from accel_ft.runtime import files
 from accel_ft.runtime.watch import Watch
@@ -110,9 +111,9 @@ def test_what_never_ends_is_stopped(
 ) -> None:
     make_sick(monkeypatch, set(range(2, 1000)))
     words += ["--on_nonfinite", policy, "--num_train_epochs", "10"]
-    with pytest.raises(UserError, match=f"update {NONFINITE_IN_A_ROW + 2}: the loss is nan"):
+    with pytest.raises(UserError, match=f"update {handling.IN_A_ROW + 2}: the loss is nan"):
         train.main(words)
-    assert len(nonfinite(tmp_path / "run")) == NONFINITE_IN_A_ROW + 1
+    assert len(nonfinite(tmp_path / "run")) == handling.IN_A_ROW + 1
 
 
 @pytest.mark.parametrize(
@@ -123,6 +124,7 @@ def test_what_never_ends_is_stopped(
         (1.0, float("inf"), 65536.0, True),  # fp16's own overflow: the scaler skips and halves
         (1.0, float("nan"), 1.0, False),  # no scale is left to halve
         (float("inf"), 1.0, 65536.0, False),
+        (float("-inf"), 1.0, None, False),
         (float("nan"), float("nan"), 65536.0, False),
     ],
 )
@@ -135,8 +137,8 @@ def test_overflow_of_fp16_is_no_sickness(
         watch=SimpleNamespace(stage=lambda *_, **__: None, stop_signal=0, agree=lambda *n: list(n)),
         loss_sum=0.0, loss_weight=0.0, global_weight=lambda: 1.0, newest_nonfinite=-1,
     )  # fmt: skip
-    run._is_fp16_overflow = lambda: Run._is_fp16_overflow(run)
-    assert Run.all_finite(run, torch.tensor(norm)) is finite
+    run.count_loss = lambda loss: Run.count_loss(run, loss)
+    assert handling.all_finite(run, torch.tensor(norm)) is finite
     assert run.loss_sum == (loss if finite else 0.0)
 
 
@@ -197,7 +199,7 @@ def test_a_changed_setting_is_refused_unless_allowed(words: list[str], tmp_path:
         train.main([*again, "--allow_changed", "sead"])
     train.main([*again, "--allow_changed", "learning_rate,seed"])
     assert events_of(tmp_path / "run")[-1]["step"] == 4
-    assert "allow_changed: null" in (tmp_path / "run" / "config.yaml").read_text()
+    assert "allow_changed: []" in (tmp_path / "run" / "config.yaml").read_text()
 
 
 def test_a_damaged_checkpoint_that_is_asked_for_is_refused(
