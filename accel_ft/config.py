@@ -75,7 +75,8 @@ class DataConfig(Config):
     max_eval_samples: int | None = Field(None, ge=1)
     """Use this many validation rows, drawn at random (always the same ones)."""
     per_device_eval_batch_size: int = Field(64, ge=1)
-    """Samples of one evaluation batch on one rank."""
+    """Samples of one evaluation batch on one rank, of the longest texts; of shorter ones as many
+    more as make the same number of tokens."""
 
     def rules(self) -> Iterator[Fault]:
         """Check that named files exist and have a known format."""
@@ -176,6 +177,8 @@ class TrainConfig(DataConfig):
     ddp_timeout: int = Field(300, ge=5)
     """Seconds after which a rank that does not come counts as lost. Waiting for rank 0 to tokenise
     or save is not limited."""
+    profile: bool = False
+    """Leave a trace of updates 6 to 10 of this start in <output_dir>/profile, by torch.profiler."""
     dataloader_num_workers: int = Field(0, ge=0)
     """Processes on each rank that prepare batches; 0 does it in the training process."""
 
@@ -257,7 +260,8 @@ class PredictConfig(Config):
     max_seq_length: int | None = Field(None, ge=2)
     """Tokens a text is cut at; left out: the run's, or what the model can see (512 at most)."""
     per_device_eval_batch_size: int = Field(64, ge=1)
-    """Samples of one forward pass."""
+    """Samples of one forward pass, of the longest texts; of shorter ones as many more as make the
+    same number of tokens."""
 
     def rules(self) -> Iterator[Fault]:
         """Exactly one source of texts, and it exists."""
@@ -386,6 +390,8 @@ def _type_name(field: FieldInfo) -> str:
     if typing.get_origin(kinds[0]) is Literal:
         lists = ["W,W,..."] if len(kinds) > 1 else []
         return "|".join([*map(str, typing.get_args(kinds[0])), *lists])
+    if typing.get_origin(kinds[0]) is tuple:
+        return "NAME,NAME,..."
     name = str(kinds[0].__name__)
     return {"Path": "FILE", "str": "TEXT"}.get(name, name.upper())
 

@@ -1,10 +1,11 @@
 """Label texts with a checkpoint: python -m accel_ft.predict --checkpoint runs/ag_news --input FILE
---output FILE.
+--output FILE, or the same under `accelerate launch` on several devices.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_ft.config import PredictConfig, parse, run_settings
-from accel_ft.errors import ConfigError, DataError, LaunchError, nearest, run_command
+from accel_ft.errors import ConfigError, DataError, nearest, run_command
 
 DEFAULT_MAX_SEQ_LENGTH = 512
 CHUNK_ROWS = 2048  # read, sorted by length, labelled and written at a time: what bounds the memory
@@ -24,25 +25,39 @@ def main(argv: Sequence[str] | None = None) -> None:
     input.
     """
     config = parse(PredictConfig, argv, "predict", run_settings)
-    rows = open_rows(config)
+    is_main = os.environ.get("RANK", "0") == "0"
+    rows = open_rows(config) if is_main else iter(())  # one rank reads; the input may be a pipe
 
     from accel_ft.runtime.launch import make_accelerator
     from accel_ft.runtime.logging import setup_logging
 
     accelerator = make_accelerator()
     setup_logging(accelerator.process_index)
-    if accelerator.num_processes > 1:
-        raise LaunchError(f"predict runs in one process, {accelerator.num_processes} were started")
     predictor = Predictor(config, accelerator)
-    with nullcontext(sys.stdout) if config.output == "-" else _open_output(config.output) as output:
-        while chunk := list(islice(rows, CHUNK_ROWS)):
+    output: Any
+    with _open_output(config.output) if is_main else nullcontext() as output:
+        for chunk in _chunks(rows, accelerator):
             scores = predictor.scores([text for _, _, text in chunk])
-            for (key, value, _), row in zip(chunk, scores, strict=True):
-                line = json.dumps(
-                    {key: value} | predictor.describe(row), ensure_ascii=False, default=str
-                )
-                output.write(line + "\n")
-            output.flush()
+            if is_main:
+                for (key, value, _), row in zip(chunk, scores, strict=True):
+                    line = json.dumps(
+                        {key: value} | predictor.describe(row), ensure_ascii=False, default=str
+                    )
+                    output.write(line + "\n")
+                output.flush()
+
+
+def _chunks(rows: Iterator[Any], accelerator: Any) -> Iterator[list[Any]]:
+    """Yield some rows at a time, on every rank those that rank 0 reads. Collective."""
+    from accelerate.utils import broadcast_object_list
+
+    while True:
+        chunk = [list(islice(rows, CHUNK_ROWS * accelerator.num_processes))]
+        if accelerator.num_processes > 1:
+            broadcast_object_list(chunk)
+        if not chunk[0]:
+            return
+        yield chunk[0]
 
 
 class Predictor:
@@ -61,9 +76,23 @@ class Predictor:
         self.pad = Padding(self.classifier.tokenizer, accelerator.device)
 
     def scores(self, texts: list[str]) -> Any:
-        """Return the probability of each label, float32 [len(texts), C]; batched by length, in the
-        order given.
+        """Return the probability of each label, float32 [len(texts), C], in the order given; each
+        rank scores its share. Collective.
         """
+        import numpy as np
+        from accelerate.utils import gather_object
+
+        rank, num_ranks = self.accelerator.process_index, self.accelerator.num_processes
+        by_length = np.argsort([len(text) for text in texts], kind="stable")
+        mine = by_length[rank::num_ranks]
+        shares = [(mine, self._scores([texts[row] for row in mine]))]
+        scores = np.empty((len(texts), len(self.classifier.label_names)), np.float32)
+        for rows, values in gather_object(shares):
+            scores[rows] = values
+        return scores
+
+    def _scores(self, texts: list[str]) -> Any:
+        """Return the probability of each label, batched by length."""
         import numpy as np
         import torch
 
@@ -71,9 +100,10 @@ class Predictor:
         from accel_ft.data.tokenize import token_ids
         from accel_ft.engine.step import forward
 
-        rows = token_ids(self.classifier.tokenizer, texts, self.max_seq_length)
+        tokenizer = self.classifier.tokenizer
+        rows = token_ids(tokenizer, texts, self.max_seq_length) if texts else []
         scores = np.empty((len(texts), len(self.classifier.label_names)), np.float32)
-        lengths = np.array([len(row) for row in rows])
+        lengths = np.array([len(row) for row in rows], np.int64)
         with torch.inference_mode():
             for batch in eval_batches(lengths, self.config.per_device_eval_batch_size, 1):
                 inputs = self.pad([rows[row] for row in batch])
@@ -145,6 +175,8 @@ def _guess_format(path: str) -> str:
 
 
 def _open_output(path: str) -> Any:
+    if path == "-":
+        return nullcontext(sys.stdout)
     try:
         return open(path, "w", encoding="utf-8")
     except OSError as error:

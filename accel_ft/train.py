@@ -36,10 +36,13 @@ def fit(config: TrainConfig) -> None:
 
     from accel_ft.engine.build import build, is_finished, start_or_resume
     from accel_ft.engine.loop import train
+    from accel_ft.model import dropout
     from accel_ft.runtime.launch import make_accelerator
     from accel_ft.runtime.logging import read_events, setup_logging
+    from accel_ft.runtime.memory import keep_freed_memory
     from accel_ft.runtime.watch import Watch
 
+    keep_freed_memory()
     accelerator = make_accelerator(
         dataloader_config=DataLoaderConfiguration(non_blocking=True),
         kwargs_handlers=[
@@ -66,7 +69,8 @@ def fit(config: TrainConfig) -> None:
         else:
             try:
                 start_or_resume(run)
-                train(run)
+                with dropout.on_cpu(accelerator.device):
+                    train(run)
             finally:
                 run.close()
         watch.wait()

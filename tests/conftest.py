@@ -176,7 +176,14 @@ def events_of(output_dir: Path) -> list[dict]:
 
 def run_hash(output_dir: Path) -> dict[str, object]:
     """What must be bit-identical: final weights, optimizer state, and every logged value but the speeds."""
-    timed = ("samples_per_second", "tokens_per_second", "eval_seconds", "test_seconds")
+    timed = (
+        "samples_per_second",
+        "tokens_per_second",
+        "padding",
+        "eval_seconds",
+        "test_seconds",
+        "peak_memory",
+    )
     newest = max((output_dir / "checkpoints").glob("step_*"))
     optimizer = torch.load(newest / "optimizer.bin", weights_only=True)
     moments = [

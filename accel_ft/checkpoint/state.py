@@ -39,10 +39,10 @@ def save(
     config: Any,
     tokenizer: Any,
 ) -> None:
-    """Save the run, between two updates. Collective: every rank calls it.
+    """Write the run down, between two updates; it is still to be published. Collective.
 
     Args:
-        final: where the checkpoint is published.
+        final: where the checkpoint will be published.
         trainer_state: what is not in accelerate's hands; plain JSON values.
         config, tokenizer: of the model.
 
@@ -65,7 +65,7 @@ def save(
             tokenizer.save_pretrained(staging)
     with together(watch, final):
         if is_main:
-            transaction.publish(final)
+            transaction.seal(final)
 
 
 @contextlib.contextmanager
@@ -78,7 +78,8 @@ def together(watch: Watch, final: Path) -> Iterator[None]:
         fault = error
     told = watch.tell(None if fault is None else _first_line(fault))
     if any(told):
-        shutil.rmtree(transaction.staging_folder(final), ignore_errors=True)
+        for folder in (transaction.staging_folder(final), transaction.sealed_folder(final)):
+            shutil.rmtree(folder, ignore_errors=True)
         reason = next(reason for reason in told if reason)
         with contextlib.suppress(OSError):
             reason += f" ({shutil.disk_usage(final.parent).free / 1e6:,.0f} MB free)"
@@ -114,6 +115,7 @@ def find(watch: Watch, root: Path, wanted: str | None) -> Path | None:
     fault: CheckpointError | None = None
     if watch.rank == 0 and wanted is not None:
         try:
+            transaction.publish_sealed(root)
             if wanted == "latest":
                 found = newest_sound(root)
             else:
@@ -121,6 +123,8 @@ def find(watch: Watch, root: Path, wanted: str | None) -> Path | None:
                 check(found)
         except CheckpointError as error:
             fault = error
+        except OSError as error:
+            fault = CheckpointError(f"{root}: {error}")
     found, fault = watch.tell((found, fault))[0]  # hashing a large one may take long
     if fault is not None:
         raise fault

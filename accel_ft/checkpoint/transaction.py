@@ -1,11 +1,15 @@
 """A folder of files reaches the disk whole or not at all.
 
-Write: into a staging folder; SHA-256 and size of every file into manifest.json; everything fsynced;
-    renamed to its final name; only then are older ones pruned. Read: the manifest is checked before
-    a file is opened.
+Write: into a staging folder, which is sealed when all is in it; then, beside the training, SHA-256
+    and size of every file into manifest.json; everything fsynced; renamed to its final name; only
+    then are older ones pruned. Read: the manifest is checked before a file is opened.
 
-    checkpoints/.staging-step_00000500/   being written, or left over by a run that was killed
-    checkpoints/step_00000500/            published
+    checkpoints/.staging-step_00000500/       being written, or left over by a run that was killed
+    checkpoints/.sealed-BOOT-step_00000500/   written, not on the disk yet
+    checkpoints/step_00000500/                published
+
+A killed process takes nothing along that it has written: the next one publishes what it finds
+sealed. A machine that went down does: what was sealed before its last start is dropped.
 """
 
 import contextlib
@@ -14,8 +18,10 @@ import json
 import logging
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 STAGING_PREFIX = ".staging-"
+SEALED_PREFIX = ".sealed-"
 
 
 def checkpoint_folder(root: Path, step: int) -> Path:
@@ -35,6 +42,20 @@ def checkpoint_folder(root: Path, step: int) -> Path:
 def staging_folder(final: Path) -> Path:
     """Return where a folder is written before it is published."""
     return final.with_name(STAGING_PREFIX + final.name)
+
+
+def sealed_folder(final: Path) -> Path:
+    """Return where a folder is once it is written, until it is published."""
+    return final.with_name(f"{SEALED_PREFIX}{_boot()}-{final.name}")
+
+
+@cache
+def _boot() -> str:
+    """What changes when the machine starts anew; where it cannot be known, with each process."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+    except OSError:
+        return secrets.token_hex(16)
 
 
 def make_root(root: Path) -> None:
@@ -65,9 +86,26 @@ def writing(final: Path) -> Iterator[Path]:
         raise
 
 
+def seal(final: Path) -> None:
+    """Mark `final`'s staging folder as complete."""
+    staging_folder(final).rename(sealed_folder(final))
+
+
+def publish_sealed(root: Path) -> None:
+    """Publish what a killed process had written."""
+    for path in root.glob(f"{SEALED_PREFIX}{_boot()}-step_*"):
+        final = root / path.name.removeprefix(f"{SEALED_PREFIX}{_boot()}-")
+        logger.info("%s was written and not published: published now", final)
+        publish(final)
+
+
 def publish(final: Path, with_manifest: bool = True) -> None:
-    """Write the manifest of `final`'s staging folder, put all on the disk, and rename it."""
-    staging = staging_folder(final)
+    """Write the manifest of `final`'s sealed or staging folder, put all on the disk, and rename
+    it.
+    """
+    staging = sealed_folder(final)
+    if not staging.is_dir():
+        staging = staging_folder(final)
     for path in _files(staging):  # safetensors writes files that only their owner may read
         if not path.is_symlink():
             path.chmod(staging.stat().st_mode & 0o666)
@@ -124,15 +162,15 @@ def prune(root: Path, keep: int | None, protected: int | None) -> None:
 
 
 def remove_leftovers(root: Path, damaged: Sequence[Path] = ()) -> None:
-    """Remove staging folders of runs that were killed, and damaged checkpoints a resume passed
-    over.
+    """Remove what killed runs were writing, and damaged checkpoints a resume passed over.
 
     Were those left, they would count as the newest when the others are pruned.
     """
     for path in damaged:
         remove(path)
-    for path in root.glob(f"{STAGING_PREFIX}*"):
-        shutil.rmtree(path, ignore_errors=True)
+    for prefix in (STAGING_PREFIX, SEALED_PREFIX):
+        for path in root.glob(f"{prefix}*"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _try_to_remove(folder: Path) -> None:

@@ -152,13 +152,19 @@ def eval_batches(lengths: NDArray[np.integer], batch_size: int, multiple: int) -
 
     Args:
         lengths: tokens of each sample, [n].
-        batch_size: samples of a batch.
+        batch_size: samples of a batch of the longest texts; shorter ones come in batches of as many
+            tokens.
         multiple: empty batches are added until their number divides by it, so that all ranks run as
             many.
 
     Returns:
-        list of int64 [<= batch_size]; the same batches, in the same order, whatever `multiple`.
+        list of int64 [k]; the same batches, in the same order, whatever `multiple`.
     """
     order = np.argsort(-lengths.astype(np.int64), kind="stable")
-    batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+    budget = batch_size * int(lengths.max(initial=1))
+    batches, start = [], 0
+    while start < len(order):
+        size = budget // max(int(lengths[order[start]]), 1)
+        batches.append(order[start : start + size])
+        start += size
     return batches + [order[:0]] * (-len(batches) % multiple)

@@ -237,7 +237,7 @@ def _check_space(run: Run) -> None:
 
 def _describe(run: Run) -> None:
     """Write config.yaml and receipt.json."""
-    settings = run.config.resolved(resume_from_checkpoint=None, allow_changed=())
+    settings = run.config.resolved(resume_from_checkpoint=None, allow_changed=(), profile=False)
     write_whole(run.output_dir / "config.yaml", settings.to_yaml())
     splits = {"train": run.splits.train, "validation": run.splits.validation}
     if run.splits.test is not None:

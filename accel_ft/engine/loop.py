@@ -2,6 +2,7 @@
 
 from itertools import islice
 
+from accel_ft.engine.clip import clip
 from accel_ft.engine.nonfinite import all_finite, may_skip, passes_over
 from accel_ft.engine.run import Run
 from accel_ft.engine.step import forward, weighted_loss
@@ -19,7 +20,7 @@ def train(run: Run) -> None:
         # The weight of the whole global batch is known from the plan, without asking the other
         # ranks. The factor cancels what is divided by later: accumulation steps in `backward`,
         # ranks in the gradient all-reduce.
-        scale = run.num_micro_batches / run.global_weight()
+        scale = run.num_micro_batches / run.global_weight(run.step)
         for batch in islice(micro_batches, run.accumulation_steps):
             with accelerator.accumulate(model):
                 logits = forward(model, batch)
@@ -27,8 +28,8 @@ def train(run: Run) -> None:
                     logits, batch["labels"], batch["weights"], run.config.label_smoothing_factor
                 )
                 accelerator.backward(loss * scale)
-            run.add_loss(loss)
-        grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
+            run.add_loss(loss, batch)
+        grad_norm = clip(accelerator, model, optimizer, max_grad_norm)
         healthy = all_finite(run, grad_norm)  # on every rank, before the weights move
         if healthy:
             optimizer.step()

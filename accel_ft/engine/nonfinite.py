@@ -4,11 +4,14 @@ import logging
 import math
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import distributed as dist
 
 from accel_ft.checkpoint import state, transaction
 from accel_ft.data.loader import Batch
@@ -20,25 +23,86 @@ logger = logging.getLogger(__name__)
 IN_A_ROW = 10  # updates that `skip` or `rollback` put up with
 
 
-def all_finite(run: Run, grad_norm: torch.Tensor) -> bool:
-    """Return whether the update's losses and gradients are finite on every rank. Collective.
+@dataclass
+class Outcome:
+    """Losses and gradient norm of an update, on their way from the device.
 
-    The one place of an update that waits for the device.
+    Attributes:
+        step: of the update, counted from 0.
+        values: the rank's loss of each micro-batch, and the norm; float32 [micro-batches + 1].
+        arrived: when `values` can be read; None for now.
+    """
+
+    step: int
+    values: torch.Tensor
+    arrived: Any = None
+
+
+def all_finite(run: Run, grad_norm: torch.Tensor) -> bool:
+    """Return whether the weights may move: losses and gradients are finite on every rank.
+    Collective.
+
+    On a GPU the answer of the device is read an update later, so that the host does not wait;
+    the device itself leaves the weights alone meanwhile.
+    """
+    run.outcomes.append(_measure(run, grad_norm))
+    late = _is_late(run)
+    while len(run.outcomes) > (late and not run.is_due()):
+        outcome = run.outcomes[0]
+        *losses, norm = _read(outcome)
+        finite = all(map(math.isfinite, losses))
+        finite = finite and (math.isfinite(norm) or _is_fp16_overflow(run))
+        run.stop_signal, nonfinite = run.watch.agree(run.watch.stop_signal, int(not finite))
+        run.grad_norm = norm if math.isfinite(norm) else None
+        if not nonfinite:
+            run.outcomes.popleft()
+            run.count_loss(math.fsum(losses), outcome.step)
+            if outcome.step > run.newest_nonfinite:
+                run.num_nonfinite = 0
+        elif outcome.step == run.step or run.config.on_nonfinite != "skip":
+            return False
+        else:
+            may_skip(run)  # the device has
+    return True
+
+
+def _is_late(run: Run) -> bool:
+    """Whether outcomes are read an update later."""
+    return run.accelerator.device.type == "cuda" and run.accelerator.scaler is None
+
+
+def _measure(run: Run, grad_norm: torch.Tensor) -> Outcome:
+    """Collect what tells whether an update is finite; where that is read late, have the device
+    itself skip one that is not.
     """
     if hasattr(grad_norm, "full_tensor"):
         grad_norm = grad_norm.full_tensor()
-    grad_norm = grad_norm.to(run.losses[0])  # with offloaded gradients it is on the CPU
-    *losses, norm = torch.stack([*run.losses, grad_norm]).tolist()
-    run.grad_norm = norm if math.isfinite(norm) else None
-    finite = all(map(math.isfinite, losses))
-    finite = finite and (run.grad_norm is not None or _is_fp16_overflow(run))
-    run.stop_signal, nonfinite = run.watch.agree(run.watch.stop_signal, int(not finite))
-    if nonfinite:
-        return False
-    run.count_loss(math.fsum(losses))
-    if run.step > run.newest_nonfinite:
-        run.num_nonfinite = 0
-    return True
+    values = torch.stack([*run.losses, grad_norm.to(run.losses[0])])  # offloaded, it is on the CPU
+    run.losses.clear()
+    if not _is_late(run):
+        return Outcome(run.step, values)
+    sick = (~values.isfinite()).any().float()
+    if run.accelerator.num_processes > 1:
+        dist.all_reduce(sick, dist.ReduceOp.MAX)
+    optimizer = run.optimizer.optimizer
+    if run.outcomes and run.config.on_nonfinite != "skip":  # after a sick one nothing moves
+        sick = torch.maximum(sick, optimizer.found_inf)
+    optimizer.found_inf = sick
+    if values.device.type != "cuda":
+        return Outcome(run.step, values)
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(
+        values, non_blocking=True
+    )
+    arrived.record()
+    return Outcome(run.step, values, arrived)
+
+
+def _read(outcome: Outcome) -> list[float]:
+    if outcome.arrived is not None:
+        outcome.arrived.synchronize()
+    values: list[float] = outcome.values.tolist()
+    return values
 
 
 def _is_fp16_overflow(run: Run) -> bool:
@@ -48,7 +112,7 @@ def _is_fp16_overflow(run: Run) -> bool:
 
 
 def may_skip(run: Run) -> bool:
-    """Deal with an update that is not finite as `on_nonfinite` says. Collective.
+    """Deal with the oldest outcome, which is not finite, as `on_nonfinite` says. Collective.
 
     Returns:
         True to skip it, False after a rollback.
@@ -56,13 +120,16 @@ def may_skip(run: Run) -> bool:
     Raises:
         UserError: to stop, or after too many in a row.
     """
+    run.settle()
     if run.accelerator.scaler is not None:
         run.accelerator.scaler.update()  # its step was left out
-    places, losses = _nonfinite_places(run)
+    outcome = run.outcomes.popleft()
+    run.outcomes.clear() if run.config.on_nonfinite != "skip" else None
+    places, losses = _nonfinite_places(run, outcome)
     ids = run.splits.train.ids(places).tolist()
-    policy, number = run.config.on_nonfinite, run.step + 1
+    policy, number = run.config.on_nonfinite, outcome.step + 1
     run.num_nonfinite += 1
-    run.newest_nonfinite = max(run.newest_nonfinite, run.step)
+    run.newest_nonfinite = max(run.newest_nonfinite, outcome.step)
     what = f"the loss is {losses[0]}" if losses else "the loss is finite, its gradient is not"
     shown = ", ".join(map(str, ids[:10])) + (", ..." if len(ids) > 10 else "")
     message = f"update {number}: {what}; samples {shown} of {run.splits.train.store.name}"
@@ -70,33 +137,32 @@ def may_skip(run: Run) -> bool:
         _write_event(run, "stop", number, ids, losses)
         newest = [path.name for _, path in transaction.list_published(run.checkpoints)][-1:]
         raise UserError(
-            f"{message}, counted from 0. The weights are those of update {run.step}; the "
+            f"{message}, counted from 0. The weights are those of update {outcome.step}; the "
             f"newest checkpoint is {newest[0] if newest else 'none'}. Fix: a lower "
             "learning_rate, more warmup_steps, mixed_precision bf16 or no instead of fp16, or "
             "on_nonfinite: skip or rollback"
         )
     logger.warning("%s: %s", message, policy)
-    run.losses.clear()
     if policy == "rollback":
-        _roll_back_to_newest(run)
+        _roll_back_to_newest(run, outcome.step)
     _write_event(run, policy, number, ids, losses)
     return policy == "skip"
 
 
-def _nonfinite_places(run: Run) -> tuple[NDArray[np.int64], list[str]]:
+def _nonfinite_places(run: Run, outcome: Outcome) -> tuple[NDArray[np.int64], list[str]]:
     """Places of the micro-batches whose loss is not finite, over all ranks, and these losses; the
     whole global batch where all losses are.
     """
-    micro_batches = run.plan.micro_batches(run.step, run.num_micro_batches)
+    micro_batches = run.plan.micro_batches(outcome.step, run.num_micro_batches)
     mine = micro_batches[run.accelerator.process_index :: run.accelerator.num_processes]
     bad = [
-        (places.tolist(), str(float(loss)))
-        for places, loss in zip(mine, run.losses, strict=True)
-        if not math.isfinite(float(loss))
+        (places.tolist(), str(loss))
+        for places, loss in zip(mine, _read(outcome)[:-1], strict=True)
+        if not math.isfinite(loss)
     ]
     told = [pair for rank in run.watch.tell(bad) for pair in rank]
     if not told:
-        return run.plan.global_batch(run.step), []
+        return run.plan.global_batch(outcome.step), []
     return np.concatenate([np.array(places) for places, _ in told]), [loss for _, loss in told]
 
 
@@ -106,11 +172,12 @@ def _write_event(run: Run, policy: str, update: int, ids: list[int], losses: lis
     )
 
 
-def _roll_back_to_newest(run: Run) -> None:
+def _roll_back_to_newest(run: Run, sick_step: int) -> None:
     """Load the newest sound checkpoint, and leave the present batch out from now on."""
     folder = state.find(run.watch, run.checkpoints, "latest")
     assert folder is not None  # `rollback` saves before the first update
-    run.passed_over.add(run.step)
+    run.passed_over.add(sick_step)
+    run.outcomes.clear()
     run.resume(folder)
     run.events.rewind(run.step)
     logger.warning("rolled back to update %d", run.step)

@@ -6,7 +6,9 @@ import math
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from accel_ft.data.splits import Split, Splits
 from accel_ft.engine.evaluation import evaluate
 from accel_ft.errors import Preempted
 from accel_ft.runtime.logging import EventLog, progress_bar
+from accel_ft.runtime.memory import peak_memory
+from accel_ft.runtime.profile import make_profiler
 from accel_ft.runtime.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -67,6 +71,8 @@ class Run:
     num_nonfinite: int = 0
     """Updates in a row that were not finite."""
     newest_nonfinite: int = -1
+    outcomes: deque[Any] = field(default_factory=deque)
+    """What is not known yet of the newest updates; see engine/nonfinite.py."""
     losses: list[torch.Tensor] = field(default_factory=list)
     """This rank's weighted loss of each micro-batch of the update; on the device."""
     grad_norm: float | None = None
@@ -77,11 +83,19 @@ class Run:
     """Weight of all ranks' losses since then."""
     timed_samples: int = 0
     timed_tokens: int = 0
+    padded_tokens: int = 0
+    """This rank's tokens since then, padding included."""
     timed_since: float = 0.0
     bar: Any = None
     loader: Any = None
     batches: Any = None
     """The iterator of `loader`."""
+    profiler: Any = None
+    saved: Path | None = None
+    """The checkpoint that was written last, until all ranks know that it is published."""
+    publisher: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    publication: Future[None] | None = None
+    """Rank 0's, of `saved`."""
 
     @property
     def output_dir(self) -> Path:
@@ -103,6 +117,10 @@ class Run:
         if self.bar is None:
             shown = self.accelerator.is_main_process
             self.bar = progress_bar(self.step, self.num_steps, shown)
+            if self.config.profile:
+                rank = self.accelerator.process_index
+                self.profiler = make_profiler(self.output_dir / "profile", rank)
+                self.profiler.start()
         self.timed_since = time.monotonic()
         if self.eval_is_due:
             try:
@@ -120,7 +138,7 @@ class Run:
         """Return the micro-batches from another update on. Collective."""
         self._leave_loader()
         self.bar.n = self.step
-        self.timed_samples = self.timed_tokens = 0
+        self.timed_samples = self.timed_tokens = self.padded_tokens = 0
         return self.start()
 
     def _leave_loader(self) -> None:
@@ -136,6 +154,10 @@ class Run:
         self._leave_loader()
         if self.bar is not None:
             self.bar.close()
+        if self.profiler is not None:
+            self.profiler.stop()
+            self.profiler = None
+        self.publisher.shutdown()  # waits for what it has begun
 
     def resume(self, folder: Path) -> None:
         """Continue from a verified checkpoint. Collective."""
@@ -157,19 +179,30 @@ class Run:
         else:
             self.loss_sum = math.fsum(sums) if rank == 0 else 0.0
 
-    def global_weight(self) -> float:
-        """Return the weight of the coming update's whole global batch."""
-        return float(self.splits.train.weights(self.plan.global_batch(self.step)).sum())
+    def global_weight(self, step: int) -> float:
+        """Return the weight of update `step`'s whole global batch."""
+        return float(self.splits.train.weights(self.plan.global_batch(step)).sum())
 
-    def add_loss(self, loss: torch.Tensor) -> None:
+    def add_loss(self, loss: torch.Tensor, batch: Batch) -> None:
         """Keep a micro-batch's weighted loss, without waiting for the device."""
         self.losses.append(loss.detach())
+        self.padded_tokens += batch["input_ids"].numel()
 
-    def count_loss(self, loss: float) -> None:
-        """Add this rank's loss of an update to those of the next train event."""
+    def count_loss(self, loss: float, step: int) -> None:
+        """Add this rank's loss of update `step` to those of the next train event."""
         self.loss_sum += loss
-        self.loss_weight += self.global_weight()
-        self.losses.clear()
+        self.loss_weight += self.global_weight(step)
+
+    def is_due(self) -> bool:
+        """Return whether something is to be done after the present update that must know it."""
+        number, config = self.step + 1, self.config
+        every = (config.logging_steps, self._eval_steps, config.save_steps)
+        last = number == self.num_steps
+        return last or self.stop_signal > 0 or any(number % steps == 0 for steps in every)
+
+    @property
+    def _eval_steps(self) -> int:
+        return self.config.eval_steps or self.plan.steps_per_epoch
 
     def after_update(self) -> None:
         """Count an update, and log, evaluate, save or stop where that is due. Collective."""
@@ -180,11 +213,13 @@ class Run:
         self.scheduler.step()
         self.step += 1
         self.bar.update()
+        if self.profiler is not None:
+            self.profiler.step()
         last = self.step == self.num_steps
         if last or self.step % self.config.logging_steps == 0:
             self.log(learning_rate)
         is_best = False
-        if last or self.step % (self.config.eval_steps or self.plan.steps_per_epoch) == 0:
+        if last or self.step % self._eval_steps == 0:
             try:
                 is_best = self.evaluate()
             except _Interrupted:
@@ -197,6 +232,7 @@ class Run:
 
     def _end_early(self) -> None:
         """Stop after a signal; the state is saved."""
+        self.settle()
         name = signal.Signals(self.stop_signal).name
         with contextlib.suppress(OSError):  # what matters is saved
             self.events.write("preempted", step=self.step, signal=name)
@@ -213,9 +249,8 @@ class Run:
 
     def log(self, learning_rate: float) -> None:
         """Write a train event. Collective."""
-        loss = None
-        if self.loss_weight > 0:
-            loss = math.fsum(self.watch.tell(self.loss_sum)) / self.loss_weight
+        loss_sums, padded = zip(*self.watch.tell((self.loss_sum, self.padded_tokens)), strict=True)
+        loss = math.fsum(loss_sums) / self.loss_weight if self.loss_weight > 0 else None
         seconds = time.monotonic() - self.timed_since
         self.events.write(
             "train",
@@ -226,10 +261,11 @@ class Run:
             grad_norm=self.grad_norm,
             samples_per_second=round(self.timed_samples / seconds, 2),
             tokens_per_second=round(self.timed_tokens / seconds, 1),
+            padding=round(1 - self.timed_tokens / sum(padded), 4) if any(padded) else None,
         )
         self.bar.set_postfix(loss="-" if loss is None else f"{loss:.4f}", refresh=False)
         self.loss_sum = self.loss_weight = 0.0
-        self.timed_samples = self.timed_tokens = 0
+        self.timed_samples = self.timed_tokens = self.padded_tokens = 0
         self.timed_since = time.monotonic()
 
     def evaluate(self) -> bool:
@@ -266,10 +302,21 @@ class Run:
         )  # fmt: skip
         return scores
 
+    def settle(self) -> None:
+        """Wait until the checkpoint that was written last is published. Collective."""
+        if self.saved is not None:
+            with state.together(self.watch, self.saved):
+                if self.publication is not None:
+                    self.publication.result()
+        self.saved = self.publication = None
+
     def save(self) -> None:
-        """Publish a checkpoint of this update, then prune. Collective."""
+        """Write a checkpoint of this update; it is published, and older ones pruned, beside the
+        training. Collective.
+        """
         self.watch.stage("save", can_save=True)
         started = time.monotonic()
+        self.settle()
         self.events.sync()
         trainer_state = {
             "step": self.step,
@@ -285,9 +332,11 @@ class Run:
         final = transaction.checkpoint_folder(self.checkpoints, self.step)
         config = self._plain_model().config
         state.save(self.accelerator, self.watch, final, trainer_state, config, self.tokenizer)
+        self.saved = final
         if self.accelerator.is_main_process:
-            protected = self.best["step"] if self.best else None
-            transaction.prune(self.checkpoints, self.config.save_total_limit, protected)
+            self.publication = self.publisher.submit(
+                self._publish, final, self.best["step"] if self.best else None
+            )
         seconds = time.monotonic() - started
         self.events.write("save", step=self.step, seconds=round(seconds, 3))
         self.timed_since += seconds
@@ -300,8 +349,13 @@ class Run:
                 seconds, grace,
             )  # fmt: skip
 
+    def _publish(self, final: Path, protected: int | None) -> None:
+        transaction.publish(final)
+        transaction.prune(self.checkpoints, self.config.save_total_limit, protected)
+
     def finish(self) -> None:
         """Leave the final (or best) model, and measure it on the test rows. Collective."""
+        self.settle()
         self.close()
         model_step = self.step
         if self.config.load_best_model_at_end and self.best is not None:
@@ -317,7 +371,12 @@ class Run:
                 self._measure("test", self.test_loader, self.splits.test)
             except _Interrupted:
                 self._end_early()
-        self.events.write("end", step=self.step, model_step=model_step)
+        self.events.write(
+            "end",
+            step=self.step,
+            model_step=model_step,
+            peak_memory=max(self.watch.tell(peak_memory(self.accelerator.device))),
+        )
 
     def _best_folder(self) -> Path:
         assert self.best is not None

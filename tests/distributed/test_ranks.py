@@ -1,11 +1,14 @@
 """Several real ranks on gloo: order, resume, evaluation, and the same curve as one process."""
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import job_words, launch, run, run_hash
+from conftest import job_words, launch, run, run_hash, write_rows
+
+from accel_ft import train
 
 WORKER = Path(__file__).parent / "worker.py"
 
@@ -144,3 +147,40 @@ def test_resume_on_another_number_of_ranks_says_so(
     )
     assert "saved by 2 processes, resumed by 1" in done.stderr
     assert "the random streams of dropout cannot" in done.stderr
+
+
+def test_predict_on_two_ranks_is_predict_on_one(
+    tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path
+) -> None:
+    """The same lines in the same order, from a file and from a pipe that only rank 0 reads."""
+    train.main([*job_words(tiny_model, rows_file, odd_file, tmp_path / "run"), "--max_steps", "2"])
+    words = ["-m", "accel_ft.predict", "--checkpoint", tmp_path / "run" / "model", "--all_scores"]
+    many = write_rows(tmp_path / "many.csv", 301)
+    for source, rows in (
+        ("file", many),
+        ("one row", write_rows(tmp_path / "one.csv", 1)),
+        ("pipe", many),
+    ):
+        texts = "".join(row["text"] + "\n" for row in csv.DictReader(rows.read_text().splitlines()))
+        told = ["--input", "-" if source == "pipe" else rows]
+        more = {"input": texts} if source == "pipe" else {}
+        run("python", *words, *told, "--output", tmp_path / "1.jsonl", **more)
+        launch(
+            "cpu_ddp.yaml",
+            "--mixed_precision",
+            "no",
+            *words,
+            *told,
+            "--output",
+            tmp_path / "2.jsonl",
+            **more,
+        )
+        one, two = (
+            [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+            for name in ("1.jsonl", "2.jsonl")
+        )
+        assert len(one) == len(texts.splitlines())
+        for a, b in zip(one, two, strict=True):
+            assert a["scores"] == pytest.approx(b.pop("scores"), abs=2e-6)
+            assert a["score"] == pytest.approx(b.pop("score"), abs=2e-6)
+            assert {key: a[key] for key in b} == b

@@ -1,12 +1,15 @@
 """What goes wrong in one process: numbers, signals, locks, changed settings. Real kills are in tests/faults."""
 
+import gzip
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,6 +108,62 @@ def test_rollback_passes_over_the_batch(
     assert all(torch.isfinite(value).all() for value in weights(run, 12).values())
 
 
+LATE = ["--save_steps", "5", "--logging_steps", "4"]  # update 6 is none after which all is known
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read outcomes an update later; the optimizer leaves the weights alone by itself."""
+    monkeypatch.setattr(handling, "_is_late", lambda run: True)
+
+
+def test_read_late_is_the_same_run(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train.main([*words, *LATE])
+    early = run_hash(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    as_on_a_gpu(monkeypatch)
+    train.main([*words, *LATE])
+    assert run_hash(tmp_path / "run") == early
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
+def test_read_late_is_dealt_with_alike(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """The update after the sick one has been computed when the host learns of it."""
+    words += [*LATE, "--on_nonfinite", policy]
+    moved: dict[str, list[bytes]] = {}
+    write_event = handling._write_event
+
+    def seen(run: Run, *args: Any) -> None:
+        model = run._plain_model().state_dict()
+        moved[str(args[0])] = [value.numpy().tobytes() for value in model.values()]
+        write_event(run, *args)
+
+    monkeypatch.setattr(handling, "_write_event", seen)
+    results = []
+    for late in (False, True):
+        make_sick(monkeypatch, {2 * SICK_STEP})
+        if late:
+            as_on_a_gpu(monkeypatch)
+        if policy == "stop":
+            with pytest.raises(UserError, match="update 6: the loss is nan; .* those of update 5"):
+                train.main(words)
+        else:
+            train.main(words)
+        (event,) = nonfinite(tmp_path / "run")
+        results.append((event["update"], event["losses"], event["sample_ids"]))
+        if policy == "skip":  # then the later update has been made
+            results[-1] = (*results[-1], run_hash(tmp_path / "run")["model"])
+        else:
+            results[-1] = (*results[-1], moved[policy])
+        shutil.rmtree(tmp_path / "run")
+        monkeypatch.undo()
+        monkeypatch.setattr(handling, "_write_event", seen)
+    assert results[0] == results[1]
+
+
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_what_never_ends_is_stopped(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
@@ -133,11 +192,12 @@ def test_overflow_of_fp16_is_no_sickness(
 ) -> None:
     scaler = None if scale is None else SimpleNamespace(get_scale=lambda: scale)
     run: Any = SimpleNamespace(
-        losses=[torch.tensor(loss)], accelerator=SimpleNamespace(scaler=scaler), step=0,
+        losses=[torch.tensor(loss)], step=0, is_due=lambda: True, config=SimpleNamespace(on_nonfinite="stop"),
+        accelerator=SimpleNamespace(scaler=scaler, device=torch.device("cpu"), num_processes=1),
         watch=SimpleNamespace(stage=lambda *_, **__: None, stop_signal=0, agree=lambda *n: list(n)),
-        loss_sum=0.0, loss_weight=0.0, global_weight=lambda: 1.0, newest_nonfinite=-1,
+        loss_sum=0.0, loss_weight=0.0, global_weight=lambda step: 1.0, newest_nonfinite=-1, outcomes=deque(),
     )  # fmt: skip
-    run.count_loss = lambda loss: Run.count_loss(run, loss)
+    run.count_loss = lambda loss, step: Run.count_loss(run, loss, step)
     assert handling.all_finite(run, torch.tensor(norm)) is finite
     assert run.loss_sum == (loss if finite else 0.0)
 
@@ -286,3 +346,66 @@ def test_the_end_of_a_shell_is_not_that_of_its_run(words: list[str], tmp_path: P
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert "preempted" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_training_goes_on_while_a_checkpoint_is_published(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Publishing of the first one ends only after another update; all are published at the end."""
+    goes_on = threading.Event()
+    publish, after_update = transaction.publish, Run.after_update
+
+    def slow_publish(final: Path, with_manifest: bool = True) -> None:
+        if with_manifest:
+            assert goes_on.wait(60), "training waited for it"
+        publish(final, with_manifest)
+
+    def seen(run: Run) -> None:
+        if run.step > 0:
+            goes_on.set()
+        after_update(run)
+
+    monkeypatch.setattr(transaction, "publish", slow_publish)
+    monkeypatch.setattr(Run, "after_update", seen)
+    train.main([*words, "--save_total_limit", "none"])
+    published = transaction.list_published(tmp_path / "run" / "checkpoints")
+    assert [step for step, _ in published] == list(range(1, 13))
+    for _, folder in published:
+        transaction.verify(folder)
+
+
+def test_a_checkpoint_that_cannot_be_published_stops_the_run(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = transaction.publish
+
+    def fail_third(final: Path, with_manifest: bool = True) -> None:
+        if final.name == "step_00000003":
+            raise OSError(28, "No space left on device")
+        publish(final, with_manifest)
+
+    monkeypatch.setattr(transaction, "publish", fail_third)
+    with pytest.raises(
+        CheckpointError, match=r"step_00000003 could not be saved: .*No space.*step_00000002"
+    ):
+        train.main(words)
+    folder = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["step_00000001", "step_00000002"]
+
+
+def test_profile(words: list[str], tmp_path: Path) -> None:
+    train.main([*words, "--profile"])
+    folder = tmp_path / "run" / "profile"
+    trace = json.loads(gzip.decompress((folder / "rank_00000.trace.json.gz").read_bytes()))
+    names = [event.get("name", "") for event in trace["traceEvents"]]
+    assert sum(name.startswith("ProfilerStep") for name in names) >= 5
+    assert "aten::addmm" in names
+    assert "aten::addmm" in (folder / "rank_00000.txt").read_text()
+    assert "profile: false" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+def test_padding_and_memory_are_told(words: list[str], tmp_path: Path) -> None:
+    train.main([*words, "--logging_steps", "2"])
+    events = events_of(tmp_path / "run")
+    assert all(0 <= event["padding"] < 0.6 for event in events if event["event"] == "train")
+    assert events[-1]["peak_memory"] > 50e6

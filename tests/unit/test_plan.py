@@ -1,6 +1,7 @@
 """The plan is what every promise about order, resume and ranks rests on: tested by properties."""
 
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -138,6 +139,11 @@ def test_eval_batches(size: int, batch: int, ranks: int) -> None:
     assert sorted(np.concatenate(batches)) == list(range(size))
     for one, many in zip(eval_batches(lengths, batch, 1), batches, strict=False):
         assert np.array_equal(one, many)
+    real = [batch for batch in batches if len(batch)]
+    assert all(len(b) * lengths[b].max() <= batch * lengths.max() for b in real)
+    for b, following in pairwise(real):  # as many as fit
+        assert (len(b) + 1) * lengths[b].max() > batch * lengths.max()
+        assert lengths[b].min() >= lengths[following].max()
 
 
 def test_impossible_sizes() -> None:

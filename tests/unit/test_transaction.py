@@ -35,6 +35,37 @@ def test_unpublished_is_never_listed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def write(root: Path, step: int) -> Path:
+    final = transaction.checkpoint_folder(root, step)
+    (transaction.start(final) / "weights").write_bytes(bytes(step))
+    transaction.seal(final)
+    return final
+
+
+def test_sealed_is_published_by_the_next_process(tmp_path: Path) -> None:
+    """What was written completely before a kill is not lost; what was being written is."""
+    final = write(tmp_path, 7)
+    transaction.start(transaction.checkpoint_folder(tmp_path, 8))
+    assert transaction.list_published(tmp_path) == []
+    transaction.publish_sealed(tmp_path)
+    transaction.verify(final)
+    assert transaction.list_published(tmp_path) == [(7, final)]
+    transaction.remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == [final]
+
+
+def test_sealed_before_the_machine_went_down_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files may be cut: they were not on the disk."""
+    write(tmp_path, 7)
+    monkeypatch.setattr(transaction, "_boot", lambda: "another")
+    transaction.publish_sealed(tmp_path)
+    assert transaction.list_published(tmp_path) == []
+    transaction.remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "add", "link", "manifest"])
 def test_damage_is_found_and_passed_over(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture

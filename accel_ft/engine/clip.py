@@ -1,0 +1,29 @@
+"""Gradient norm and clipping, without a pass over the gradients for the latter."""
+
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+from torch.nn.utils import get_total_norm
+
+
+def clip(accelerator: Accelerator, model: nn.Module, optimizer: Any, max_norm: float) -> Any:
+    """Return the norm of the whole gradient, and clip it to `max_norm` in the coming step.
+
+    The fused optimizer divides each gradient as it reads it, so that no pass is made for it. Where
+    a loss scaler or FSDP1 has its own way, accelerate's is taken. Collective.
+
+    Args:
+        max_norm: infinity for no clipping.
+
+    Returns:
+        A scalar tensor on the gradients' device.
+    """
+    if accelerator.scaler is not None or hasattr(model, "clip_grad_norm_"):
+        return accelerator.clip_grad_norm_(model.parameters(), max_norm)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm: Any = get_total_norm(gradients)
+    if hasattr(norm, "full_tensor"):
+        norm = norm.full_tensor()
+    optimizer.optimizer.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)
+    return norm

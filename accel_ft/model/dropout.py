@@ -1,0 +1,64 @@
+"""Dropout for training on a CPU: a mask from 16-bit slices of 64-bit draws, four elements a draw.
+
+It takes torch's own default generator, so it is reproduced and resumed with it. A probability is
+rounded to 1/65536, and what is kept is scaled by the rounded one: the mean is exact.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+LEVELS = 2**16
+
+_dropout_of_torch = F.dropout
+
+
+def dropout(
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
+    """`torch.nn.functional.dropout`, faster on a CPU.
+
+    Args:
+        input: any shape.
+        p: probability that an element becomes 0; the others are scaled by 1 / (1 - p).
+        training: else they are returned as they are.
+        inplace: leaves it to torch.
+    """
+    dropped = round(p * LEVELS)
+    plain = training and not inplace and 0 < dropped < LEVELS and input.is_floating_point()
+    if not plain or input.device.type != "cpu":
+        return _dropout_of_torch(input, p, training, inplace)
+    kept: torch.Tensor = _Dropout.apply(input, dropped)  # type: ignore[no-untyped-call]
+    return kept
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, dropped: int) -> torch.Tensor:
+        draws = torch.empty(-(-values.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+        slices = draws.view(torch.int16)[: values.numel()].view(values.shape)
+        mask = (slices >= dropped - LEVELS // 2).to(values.dtype).mul_(LEVELS / (LEVELS - dropped))
+        ctx.save_for_backward(mask)
+        return values * mask
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (mask,) = ctx.saved_tensors
+        return gradients[0] * mask, None
+
+
+@contextlib.contextmanager
+def on_cpu(device: torch.device) -> Iterator[None]:
+    """Let every model's layers and attention use it while this lasts, on a CPU.
+
+    They all call `torch.nn.functional.dropout`; each model's own eager attention does, too.
+    """
+    if device.type == "cpu":
+        F.dropout = dropout
+    try:
+        yield
+    finally:
+        F.dropout = _dropout_of_torch

@@ -1,0 +1,131 @@
+"""What makes a step faster must not change what it computes."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+from accel_ft.engine.clip import clip
+from accel_ft.model import dropout as fast
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropout_is_dropout(p: float, dtype: torch.dtype) -> None:
+    """The share of zeros, the value of the rest, the mean, and the same mask for the gradient."""
+    torch.manual_seed(0)
+    values = torch.ones(1001, 999, dtype=dtype, requires_grad=True)
+    out = fast.dropout(values, p, True)
+    out.sum().backward()
+    kept = out != 0
+    assert (~kept).float().mean().item() == pytest.approx(p, abs=0.002)
+    assert out[kept].unique().tolist() == pytest.approx(
+        [1 / (1 - p)], rel=1e-2 if dtype == torch.bfloat16 else 1e-4
+    )
+    assert torch.equal(values.grad, out.detach())
+    if dtype == torch.float32:
+        assert out.mean().item() == pytest.approx(1.0, abs=0.01)
+    for axis in (0, 1):  # no row or column is favoured: 6 standard deviations
+        shares = kept.float().mean(axis)
+        assert (shares - (1 - p)).abs().max() < 6 * (p * (1 - p) / 999) ** 0.5
+
+
+def test_neighbours_are_dropped_independently() -> None:
+    """The four elements of one draw, and the next draw: no pair says anything of the other."""
+    torch.manual_seed(0)
+    kept = (fast.dropout(torch.ones(4_000_000), 0.5, True) != 0).float() * 2 - 1
+    for distance in (1, 2, 3, 4, 5, 8, 64):
+        assert abs((kept[:-distance] * kept[distance:]).mean().item()) < 0.003
+
+
+def test_dropout_follows_torchs_generator() -> None:
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first, second = (fast.dropout(torch.ones(101), 0.5, True) for _ in range(2))
+    torch.set_rng_state(state)
+    assert torch.equal(fast.dropout(torch.ones(101), 0.5, True), first)
+    assert not torch.equal(first, second)
+
+
+def test_what_is_left_to_torch() -> None:
+    values = torch.randn(7)
+    assert fast.dropout(values, 0.5, training=False) is values
+    assert torch.equal(fast.dropout(values, 0.0, True), values)
+    assert not fast.dropout(values, 1.0, True).any()
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        fast.dropout(values, 1.5, True)
+    kept = values.clone()
+    assert fast.dropout(kept, 0.5, True, inplace=True) is kept
+
+
+def test_layers_and_attention_use_it_while_it_lasts(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the 2 layers of a BERT drops attention weights and two outputs; embeddings and head one each."""
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(
+        tiny_model, attn_implementation="eager"
+    )
+    calls = []
+    plain = fast._Dropout.apply
+    monkeypatch.setattr(fast._Dropout, "apply", lambda *a: calls.append(a[0].shape) or plain(*a))
+    torch_dropout = F.dropout
+    with fast.on_cpu(torch.device("cpu")):
+        model.train()(input_ids=torch.ones(2, 5, dtype=torch.long))
+    assert sorted(map(tuple, calls)) == sorted([(2, 2, 5, 5)] * 2 + [(2, 5, 32)] * 5 + [(2, 32)])
+    assert F.dropout is torch_dropout
+    with fast.on_cpu(torch.device("meta")):
+        assert F.dropout is torch_dropout
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e3, float("inf")])
+def test_clipping_in_the_step_is_clipping(max_norm: float) -> None:
+    torch.manual_seed(0)
+    ours, theirs = nn.Linear(30, 20), nn.Linear(30, 20)
+    theirs.load_state_dict(ours.state_dict())
+    a, b = (torch.optim.AdamW(model.parameters(), lr=0.1, fused=True) for model in (ours, theirs))
+    accelerator: Any = SimpleNamespace(scaler=None)
+    for _ in range(3):
+        inputs = torch.randn(8, 30)
+        for model in (ours, theirs):
+            model.zero_grad()
+            model(inputs).square().sum().backward()
+        norm = clip(accelerator, ours, SimpleNamespace(optimizer=a), max_norm)
+        assert float(norm) == float(clip_grad_norm_(theirs.parameters(), max_norm))
+        a.step()
+        b.step()
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.allclose(mine, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_freed_memory_is_kept(kept: bool) -> None:
+    """Blocks of 48 MB, taken and freed 20 times: 12,288 page faults each, or some for the first few."""
+    code = f"""
+import resource, torch
+from accel_ft.runtime.memory import keep_freed_memory
+if {kept} and not keep_freed_memory():
+    raise SystemExit("no glibc")
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+torch.ones(12 * 2**20)
+before = faults()
+for _ in range(20):
+    torch.ones(12 * 2**20)
+print(faults() - before)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    if "no glibc" in done.stderr:
+        pytest.skip("no glibc here")
+    assert (int(done.stdout) < 60_000) is kept, done.stdout + done.stderr
