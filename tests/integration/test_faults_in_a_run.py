@@ -108,7 +108,7 @@ def test_rollback_passes_over_the_batch(
     assert all(torch.isfinite(value).all() for value in weights(run, 12).values())
 
 
-LATE = ["--save_steps", "5", "--logging_steps", "4"]  # update 6 is none after which all is known
+LATE = "--save_steps 5 --logging_steps 4 --eval_steps 12".split()  # update 6 is read late
 
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
