@@ -84,10 +84,7 @@ def _measure(run: Run, grad_norm: torch.Tensor) -> Outcome:
     sick = (~values.isfinite()).any().float()
     if run.accelerator.num_processes > 1:
         dist.all_reduce(sick, dist.ReduceOp.MAX)
-    optimizer = run.optimizer.optimizer
-    if run.outcomes and run.config.on_nonfinite != "skip":  # after a sick one nothing moves
-        sick = torch.maximum(sick, optimizer.found_inf)
-    optimizer.found_inf = sick
+    run.optimizer.optimizer.found_inf = sick
     if values.device.type != "cuda":
         return Outcome(run.step, values)
     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -14,8 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+from tqdm.std import TqdmDefaultWriteLock
+
 from accel_ft import train
 from accel_ft.errors import run_command
+
+# A lock that forked processes share stays locked for all when one is killed with it in hand.
+TqdmDefaultWriteLock.mp_lock = None
+tqdm.monitor_interval = 0
 
 MODULES = Path(os.environ["HF_HOME"]) / "modules"
 

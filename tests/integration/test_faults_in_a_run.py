@@ -287,10 +287,12 @@ def test_a_watch_leaves_the_process_as_it_was(tmp_path: Path) -> None:
 
 
 def start(words: list[str], *, shell: bool = False) -> subprocess.Popen[str]:
-    """accel_ft.train in a process group of its own, or as an orphan: a shell starts it and ends."""
+    """accel_ft.train in a process group of its own, or soon an orphan: its shell ends once it runs."""
     command = [sys.executable, "-m", "accel_ft.train", *words]
     if shell:
-        command = ["sh", "-c", '"$@" & sleep 0.2', "sh", *command]
+        beat = Path(words[words.index("--output_dir") + 1]) / "ranks" / "rank_00000.json"
+        until = 'beat=$1; shift; "$@" & until [ -e "$beat" ]; do sleep 0.05; done'
+        command = ["sh", "-c", until, "sh", str(beat), *command]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     pipe = subprocess.DEVNULL if shell else subprocess.PIPE
     return subprocess.Popen(
@@ -339,7 +341,7 @@ def test_a_second_signal_ends_it_at_once(words: list[str], tmp_path: Path) -> No
 
 
 def test_the_end_of_a_shell_is_not_that_of_its_run(words: list[str], tmp_path: Path) -> None:
-    shell = start(words, shell=True)
+    shell = start([*words, "--num_train_epochs", "30"], shell=True)
     shell.wait(60)
     deadline = time.monotonic() + 60
     while not (tmp_path / "run" / "model" / "config.json").exists():
