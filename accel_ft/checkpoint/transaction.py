@@ -110,6 +110,7 @@ def publish(final: Path, with_manifest: bool = True) -> None:
         if not path.is_symlink():
             path.chmod(staging.stat().st_mode & 0o666)
     if with_manifest:
+        (staging / MANIFEST).unlink(missing_ok=True)  # of a process killed before the rename
         entries = {path.relative_to(staging).as_posix(): _entry(path) for path in _files(staging)}
         (staging / MANIFEST).write_text(_manifest(entries), encoding="utf-8")
     for path in [*_files(staging), *(p for p in staging.rglob("*") if p.is_dir()), staging]:

@@ -54,6 +54,23 @@ def test_sealed_is_published_by_the_next_process(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [final]
 
 
+def test_killed_between_manifest_and_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    final = write(tmp_path, 7)
+    fsync = transaction._fsync
+
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(transaction, "_fsync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        transaction.publish(final)
+    monkeypatch.setattr(transaction, "_fsync", fsync)
+    transaction.publish_sealed(tmp_path)
+    transaction.verify(final)
+
+
 def test_sealed_before_the_machine_went_down_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
