@@ -195,10 +195,11 @@ class Run:
 
     def is_due(self) -> bool:
         """Return whether something is to be done after the present update that must know it."""
-        number, config = self.step + 1, self.config
-        every = (config.logging_steps, self._eval_steps, config.save_steps)
-        last = number == self.num_steps
-        return last or self.stop_signal > 0 or any(number % steps == 0 for steps in every)
+        every = (self.config.logging_steps, self._eval_steps, self.config.save_steps)
+        return self.stop_signal > 0 or any(self._falls_on(self.step + 1, n) for n in every)
+
+    def _falls_on(self, step: int, every: int) -> bool:
+        return step == self.num_steps or step % every == 0
 
     @property
     def _eval_steps(self) -> int:
@@ -215,16 +216,15 @@ class Run:
         self.bar.update()
         if self.profiler is not None:
             self.profiler.step()
-        last = self.step == self.num_steps
-        if last or self.step % self.config.logging_steps == 0:
+        if self._falls_on(self.step, self.config.logging_steps):
             self.log(learning_rate)
         is_best = False
-        if last or self.step % self._eval_steps == 0:
+        if self._falls_on(self.step, self._eval_steps):
             try:
                 is_best = self.evaluate()
             except _Interrupted:
                 self.eval_is_due = True
-        due = last or is_best or self.step % self.config.save_steps == 0
+        due = is_best or self._falls_on(self.step, self.config.save_steps)
         if due or self.stop_signal:
             self.save()
         if self.stop_signal:

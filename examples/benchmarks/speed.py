@@ -78,7 +78,6 @@ def prepare(options: argparse.Namespace, folder: Path) -> Path:
     flops = 3 * (per_token * lengths + attention * lengths**2)  # backward is twice forward
     about = {
         "job": job,
-        "seed": 0,
         "precision": options.mixed_precision,
         "strategy": str(options.config_file.resolve()),
         "num_samples": len(splits.train) * options.epochs,
@@ -102,18 +101,10 @@ def random_bert_base(tokenizer: str, folder: Path) -> Path:
 
 def compete(name: str, job_file: Path, seed: int) -> dict[str, Any]:
     """Run one contestant in a process of its own; return what it measured."""
-    started = time.time()
-    command = [
-        sys.executable,
-        __file__,
-        "--contestant",
-        name,
-        str(job_file),
-        str(seed),
-        str(started),
-    ]
     if name == "ours":
         return launch_ours(json.loads(job_file.read_text()), seed)
+    command = [sys.executable, __file__, "--contestant", name, str(job_file), str(seed)]
+    command.append(str(time.time()))
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=7200, check=False
     )

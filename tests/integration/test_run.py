@@ -17,6 +17,13 @@ from accel_ft.errors import CheckpointError, ConfigError, UserError
 from accel_ft.runtime.watch import Watch
 
 
+def end_of(run: Path) -> tuple[int, int]:
+    """The last update of a run that ended, and the update whose weights are in model/."""
+    end = events_of(run)[-1]
+    assert end["event"] == "end"
+    return end["step"], end["model_step"]
+
+
 @pytest.fixture(scope="module")
 def finished(
     tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, rows_file: Path, odd_file: Path
@@ -170,7 +177,7 @@ def test_latest_with_no_checkpoint_starts(
     words = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run")]
     train.main([*words, "--resume_from_checkpoint", "latest", "--max_steps", "2"])
     assert "starting from the beginning" in capsys.readouterr().err
-    assert events_of(tmp_path / "run")[-1] == {"event": "end", "step": 2, "model_step": 2}
+    assert end_of(tmp_path / "run") == (2, 2)
 
 
 def test_a_finished_run_goes_on_when_given_more_epochs(finished: Path, tmp_path: Path) -> None:
@@ -180,7 +187,7 @@ def test_a_finished_run_goes_on_when_given_more_epochs(finished: Path, tmp_path:
     train.main([*words, "--max_steps", "4", "--resume_from_checkpoint", "latest"])
     events = events_of(run)
     assert [e["step"] for e in events if e["event"] == "train"] == [1, 2, 3, 4]
-    assert events[-1] == {"event": "end", "step": 4, "model_step": 4}
+    assert end_of(run) == (4, 4)
 
 
 def test_a_run_that_goes_on_has_no_final_model(
@@ -361,7 +368,7 @@ def test_a_damaged_best_checkpoint_does_not_keep_a_run_from_ending(
     kept = [event for event in events_of(run) if event["event"] not in ("test", "end")]
     (run / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in kept))
     train.main([*words, "--resume_from_checkpoint", "latest"])
-    assert events_of(run)[-1] == {"event": "end", "step": 12, "model_step": 12}
+    assert end_of(run) == (12, 12)
     assert "model.safetensors is damaged" in capsys.readouterr().err
 
 
