@@ -15,7 +15,6 @@ from accel_ft.data.loader import Batches, Padding, make_loader
 from accel_ft.data.plan import eval_batches
 from accel_ft.data.splits import Split
 from accel_ft.engine.step import forward
-from accel_ft.metrics import classification_metrics
 
 
 def make_eval_loader(
@@ -84,6 +83,8 @@ def evaluate(
     Collective.
     """
     logits = predict_split(accelerator, model, loader, len(split), before_batch)
+    from accel_ft.metrics import classification_metrics  # `import evaluate` is slow to come
+
     return classification_metrics(
         logits, split.labels(np.arange(len(split), dtype=np.int64)), label_names
     )

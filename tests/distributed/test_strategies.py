@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -10,13 +10,15 @@ from conftest import events_of, job_words, launch, run, write_rows
 from safetensors.torch import load_file
 from test_ranks import on_ranks
 
+from accel_ft import evaluate, export
+
 STRATEGIES = {
     "single": (1, "cpu.yaml"),
     "ddp2": (2, "cpu_ddp.yaml"),
     "fsdp2": (2, "cpu_fsdp2.yaml"),
     "fsdp3": (3, "cpu_fsdp2.yaml"),
 }
-SAVED_AT = 2  # ten updates follow
+SAVED_AT, LAST = 2, 12  # ten updates follow; none does
 
 
 def on(strategy: str, folder: Path, *tasks: dict[str, Any]) -> list[Any]:
@@ -24,11 +26,20 @@ def on(strategy: str, folder: Path, *tasks: dict[str, Any]) -> list[Any]:
     return on_ranks(ranks, folder, *tasks, config=config)
 
 
+class Whole(NamedTuple):
+    """What was seen under one strategy; a curve is the loss and the gradient norm of each update."""
+
+    folder: Path
+    curve: list[list[float]]
+    sick: dict[str, list[list[float]]]
+    shares: Any = None
+
+
 @pytest.fixture(scope="module")
 def whole(
     tmp_path_factory: pytest.TempPathFactory, still_model: Path, rows_file: Path, odd_file: Path
-) -> dict[str, tuple[Path, list[list[float]]]]:
-    """An uninterrupted run under each strategy, every update saved: its folder, and its losses and norms."""
+) -> dict[str, "Whole"]:
+    """Under each strategy, in one launch: a run with every update saved, and what else is asked of its ranks."""
     runs = {}
     for strategy in STRATEGIES:
         folder = tmp_path_factory.mktemp(strategy)
@@ -41,21 +52,26 @@ def whole(
                     "words": job_words(still_model, rows_file, odd_file, folder / "shares"),
                 }
             )
-        curve, *shares = on(strategy, folder, *tasks)
-        runs[strategy] = (folder / "run", curve, shares)
+        for policy in ("skip", "rollback"):
+            words = job_words(still_model, rows_file, odd_file, folder / policy)
+            words += ["--on_nonfinite", policy, "--save_steps", "3"]
+            tasks.append({"do": "sick_curve", "words": words})
+        curve, *others = on(strategy, folder, *tasks)
+        sick = dict(zip(("skip", "rollback"), others[-2:], strict=True))
+        runs[strategy] = Whole(folder / "run", curve, sick, *others[:-2])
     return runs
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_curve(whole: dict[str, Any], strategy: str) -> None:
-    for ours, theirs in zip(whole[strategy][1], whole["single"][1], strict=True):
+    for ours, theirs in zip(whole[strategy].curve, whole["single"].curve, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp3"])
 def test_sharding_is_real(whole: dict[str, Any], strategy: str) -> None:
     """Each rank holds its share of parameters and optimizer state; rows that do not divide cost a little."""
-    (shares,) = whole[strategy][2]
+    shares = whole[strategy].shares
     ranks = STRATEGIES[strategy][0]
     assert shares["kinds"] == ["DTensor"]
     assert len(shares["local"]) == ranks
@@ -76,37 +92,38 @@ def resumed(
     still_model: Path,
     rows_file: Path,
     odd_file: Path,
-) -> dict[tuple[str, str], tuple[Path, list[list[float]]]]:
-    """Each pair's run: saved under the first strategy at update 5, gone on under the second."""
+) -> dict[tuple[str, int, str], tuple[Path, list[list[float]]]]:
+    """By strategy, update it was saved at, and strategy it went on under: the run."""
     results = {}
     for target in STRATEGIES:
         folder = tmp_path_factory.mktemp(f"into_{target}")
-        sources = [a for a, b in PAIRS if b == target]
+        sources = [(a, SAVED_AT) for a, b in PAIRS if b == target]
+        sources += [("single", LAST)] if target in ("ddp2", "fsdp2") else []
         tasks = [
             {
                 "do": "resume_from",
-                "words": job_words(still_model, rows_file, odd_file, folder / source),
-                "checkpoint": str(whole[source][0] / "checkpoints" / f"step_{SAVED_AT:08d}"),
+                "words": job_words(still_model, rows_file, odd_file, folder / f"{source}_{step}"),
+                "checkpoint": str(whole[source].folder / "checkpoints" / f"step_{step:08d}"),
             }
-            for source in sources
+            for source, step in sources
         ]
         for source, curve in zip(sources, on(target, folder, *tasks), strict=True):
-            results[source, target] = (folder / source, curve)
+            results[*source, target] = (folder / "{}_{}".format(*source), curve)
     return results
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_any_checkpoint_resumes_under_any_strategy(
-    whole: dict[str, Any], resumed: dict[tuple[str, str], Any], source: str, target: str
+    whole: dict[str, Any], resumed: dict[tuple[str, int, str], Any], source: str, target: str
 ) -> None:
     """The updates that follow are those of the uninterrupted run; under the same strategy bit for bit."""
-    folder, curve = resumed[source, target]
-    expected = whole[source][1][SAVED_AT:]
+    folder, curve = resumed[source, SAVED_AT, target]
+    expected = whole[source].curve[SAVED_AT:]
     if source == target:
         assert curve == expected
         ours, theirs = (
             (path / "model" / "model.safetensors").read_bytes()
-            for path in (folder, whole[source][0])
+            for path in (folder, whole[source].folder)
         )
         assert ours == theirs
     else:
@@ -118,21 +135,18 @@ def test_commands_open_sharded_checkpoints(whole: dict[str, Any], tmp_path: Path
     """Also when they are themselves launched under FSDP, whose `prepare` refuses a model without optimizer."""
     scores = {}
     name = f"step_{SAVED_AT:08d}"
-    words = ["-m", "accel_ft.evaluate", "--checkpoint", whole["fsdp2"][0] / "checkpoints" / name]
+    words = [
+        "-m",
+        "accel_ft.evaluate",
+        "--checkpoint",
+        whole["fsdp2"].folder / "checkpoints" / name,
+    ]
     launch(
         "cpu_fsdp2.yaml", "--mixed_precision", "no", *words, "--output", tmp_path / "launched.json"
     )
     for strategy in ("single", "fsdp2"):
-        checkpoint = whole[strategy][0] / "checkpoints" / name
-        run(
-            "python",
-            "-m",
-            "accel_ft.evaluate",
-            "--checkpoint",
-            checkpoint,
-            "--output",
-            tmp_path / "scores.json",
-        )
+        checkpoint = whole[strategy].folder / "checkpoints" / name
+        evaluate.main(["--checkpoint", str(checkpoint), "--output", str(tmp_path / "scores.json")])
         scores[strategy] = json.loads((tmp_path / "scores.json").read_text())
     assert scores["fsdp2"]["loss"] == pytest.approx(scores["single"]["loss"], rel=1e-6)
     assert scores["fsdp2"]["accuracy"] == scores["single"]["accuracy"]
@@ -157,28 +171,17 @@ def test_bf16_as_the_yaml_has_it(
 
 
 @pytest.mark.parametrize("strategy", ["ddp2", "fsdp2"])
-def test_a_sick_number_of_one_rank_is_seen_by_all(
-    whole: dict[str, Any],
-    tmp_path: Path,
-    still_model: Path,
-    rows_file: Path,
-    odd_file: Path,
-    strategy: str,
-) -> None:
+def test_a_sick_number_of_one_rank_is_seen_by_all(whole: dict[str, Any], strategy: str) -> None:
     """Rank 1's fifth micro-batch: up to it the curve is that of any run, then the update is skipped, or passed over
     after a rollback, by both ranks. Saving before the first update, as rollback does, leaves the curve alone.
     """  # fmt: skip
-    tasks = []
-    for policy in ("skip", "rollback"):
-        words = job_words(still_model, rows_file, odd_file, tmp_path / policy)
-        words += ["--on_nonfinite", policy, "--save_steps", "3"]
-        tasks.append({"do": "sick_curve", "words": words})
-    for curve, policy in zip(on(strategy, tmp_path, *tasks), ("skip", "rollback"), strict=True):
-        assert curve[:4] == whole[strategy][1][:4]
+    for policy, curve in whole[strategy].sick.items():
+        assert curve[:4] == whole[strategy].curve[:4]
         assert curve[4][0] is None
         assert len(curve) == 12
         assert all(loss is not None and norm is not None for loss, norm in curve[5:])
-        (event,) = [e for e in events_of(tmp_path / policy) if e["event"] == "nonfinite"]
+        events = events_of(whole[strategy].folder.parent / policy)
+        (event,) = [e for e in events if e["event"] == "nonfinite"]
         assert (event["update"], event["policy"], event["losses"]) == (5, policy, ["nan"])
         assert event["step"] == {"skip": 4, "rollback": 3}[policy]
 
@@ -187,15 +190,18 @@ LOGITS = """
 import json, sys
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
-folder, rows = sys.argv[1:]
+rows, *folders = sys.argv[1:]
 assert "accel_ft" not in sys.modules
-model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-tokenizer = AutoTokenizer.from_pretrained(folder)
 texts = open(rows).read().splitlines()
-batch = tokenizer(texts, padding=True, truncation=True, max_length=64, return_tensors="pt")
-with torch.no_grad():
-    logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-print(json.dumps([logits.tolist(), model.config.id2label]))
+found = {}
+for folder in folders:
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    batch = tokenizer(texts, padding=True, truncation=True, max_length=64, return_tensors="pt")
+    with torch.no_grad():
+        logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    found[folder] = logits.tolist(), model.config.id2label
+print(json.dumps(found))
 """
 
 
@@ -210,23 +216,17 @@ def test_export_of_every_strategy(whole: dict[str, Any], tmp_path: Path) -> None
     texts.write_text(
         "".join(text + "\n" for _, text, _ in file_source(rows_csv).rows("text", "label"))
     )
+    exports = {strategy: tmp_path / strategy for strategy in ("single", "ddp2", "fsdp2")}
+    for strategy, exported in exports.items():
+        checkpoint = whole[strategy].folder / "checkpoints" / f"step_{LAST:08d}"
+        export.main(["--checkpoint", str(checkpoint), "--output", str(exported)])
+    models = {strategy: whole[strategy].folder / "model" for strategy in exports}
+    both = [*exports.values(), *models.values()]
+    found = json.loads(run("python", "-c", LOGITS, texts, *both, cwd=tmp_path).stdout)
     logits = {}
-    for strategy in ("single", "ddp2", "fsdp2"):
-        folder = whole[strategy][0]
-        exported = tmp_path / strategy
-        run(
-            "python",
-            "-m",
-            "accel_ft.export",
-            "--checkpoint",
-            folder / "checkpoints" / "step_00000012",
-            "--output",
-            exported,
-        )
-        ours, names = json.loads(run("python", "-c", LOGITS, exported, texts, cwd=tmp_path).stdout)
-        theirs, _ = json.loads(
-            run("python", "-c", LOGITS, folder / "model", texts, cwd=tmp_path).stdout
-        )
+    for strategy, exported in exports.items():
+        ours, names = found[str(exported)]
+        theirs, _ = found[str(models[strategy])]
         assert ours == theirs
         assert sorted(names.values()) == ["Business", "Sci/Tech", "Sports", "World"]
         card = (exported / "README.md").read_text()
@@ -238,18 +238,12 @@ def test_export_of_every_strategy(whole: dict[str, Any], tmp_path: Path) -> None
 
 
 def test_the_same_state_leaves_the_same_model(
-    whole: dict[str, Any], tmp_path: Path, still_model: Path, rows_file: Path, odd_file: Path
+    whole: dict[str, Any], resumed: dict[tuple[str, int, str], Any]
 ) -> None:
     """One process's last checkpoint, opened and left as a model under DDP and FSDP2: bit for bit the same weights."""
-    single = whole["single"][0]
-    expected = load_file(single / "model" / "model.safetensors")
+    expected = load_file(whole["single"].folder / "model" / "model.safetensors")
     for strategy in ("ddp2", "fsdp2"):
-        task = {
-            "do": "resume_from",
-            "words": job_words(still_model, rows_file, odd_file, tmp_path / strategy),
-            "checkpoint": str(single / "checkpoints" / "step_00000012"),
-        }
-        on(strategy, tmp_path / f"tasks_{strategy}", task)
-        found = load_file(tmp_path / strategy / "model" / "model.safetensors")
+        folder, _ = resumed["single", LAST, strategy]
+        found = load_file(folder / "model" / "model.safetensors")
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
