@@ -1,6 +1,5 @@
 """Two hosts of the test's own: network namespaces joined by a virtual cable, one `accelerate launch` on each."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -9,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, job_words, launch
+from conftest import ROOT, events_of, job_words
+
+from accel_ft import train
 
 HOSTS = {"accel_ft_0": "10.77.0.1", "accel_ft_1": "10.77.0.2"}
 
@@ -65,7 +66,7 @@ def on_the_cpu(name: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["multi_node_ddp.yaml", "multi_node_fsdp2.yaml"])
-def test_two_hosts_train_the_curve_of_one(
+def test_two_hosts_train_the_curve_of_one_process(
     hosts, tmp_path: Path, still_model: Path, rows_file: Path, odd_file: Path, name: str
 ) -> None:
     output_dir = tmp_path / "two_hosts"
@@ -87,12 +88,11 @@ def test_two_hosts_train_the_curve_of_one(
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)[-6000:]
-    one_host = "cpu_ddp.yaml" if "ddp" in name else "cpu_fsdp2.yaml"
-    words = job_words(still_model, rows_file, odd_file, tmp_path / "one_host")
-    launch(one_host, "--mixed_precision", "no", "-m", "accel_ft.train", *words)
-    curves = []
-    for run in ("two_hosts", "one_host"):
-        events = map(json.loads, (tmp_path / run / "metrics.jsonl").read_text().splitlines())
-        curves.append([(e["loss"], e["grad_norm"]) for e in events if e["event"] == "train"])
-    assert len(curves[0]) == 12
-    assert curves[0] == curves[1]
+    train.main(job_words(still_model, rows_file, odd_file, tmp_path / "one_process"))
+    two, one = (
+        [(e["loss"], e["grad_norm"]) for e in events_of(tmp_path / run) if e["event"] == "train"]
+        for run in ("two_hosts", "one_process")
+    )
+    assert len(two) == 12
+    for ours, theirs in zip(two, one, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
