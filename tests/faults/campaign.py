@@ -56,11 +56,11 @@ class Bench:
 
     Attributes:
         folder: everything is below it.
-        random: the moments; seeded.
+        random: the moments; seeded for each scenario.
     """
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        self.folder, self.random = folder, random.Random(seed)
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.random = folder, random.Random(0)
         self.model = conftest.make_tiny_model(folder / "tiny_model")
         self.rows = conftest.write_rows(folder / "train.csv", 47)
         self.eval_rows = conftest.write_rows(folder / "validation.csv", 21, seed=1)
@@ -563,7 +563,7 @@ def hostile(bench: Bench, tries: int) -> Iterator[Callable[[], None]]:
     shards, in a job's YAML and in a model folder: nothing runs, each ends in a message."""
     marker = bench.folder / "executed"
     bench.reference(1)  # imports what makes the others start fast
-    for strategy, num_ranks in (("cpu", 1), ("cpu_ddp", 2), ("cpu_fsdp2", 1)):
+    for strategy, num_ranks in (("cpu_fsdp2", 1), ("cpu", 1), ("cpu_ddp", 2)):
         checkpoint = transaction.list_published(checkpoints_of(bench, strategy))[-1][1]
         names = sorted(
             p.relative_to(checkpoint).as_posix() for p in checkpoint.rglob("*") if p.is_file()
@@ -705,7 +705,10 @@ def _on_small_disk(bench: Bench, kind: str, num_ranks: int) -> None:
             engine.Run.after_update = lambda self: (time.sleep(0.05), after_update(self))[1]
 
         ranks = Ranks(words, num_ranks, log, before=slow)
-        while kind != "too small" and steps_logged(run) < goal:
+        checkpoints = run / "checkpoints"
+        while kind != "too small" and (
+            steps_logged(run) < goal or not transaction.list_published(checkpoints)
+        ):
             check(not ranks.poll(), "ended too early")
             time.sleep(0.002)
         if kind == "full":
@@ -811,6 +814,28 @@ SCENARIOS: dict[str, tuple[Callable[[Bench, int], Iterator[Callable[[], None]]],
 }
 
 
+def run_scenario(bench: Bench, name: str, full: bool, stop: bool) -> dict[str, Any]:
+    """Count what was tried and survived, the longest attempt's seconds, and each fault."""
+    scenario, short, whole = SCENARIOS[name]
+    tried, worst, faults = 0, 0.0, []
+    for attempt in scenario(bench, whole if full else short):
+        started = time.monotonic()
+        tried += 1
+        try:
+            attempt()
+        except Exception as error:
+            faults.append(f"{type(error).__name__}: {error}")
+            if bench.ranks is not None:
+                bench.ranks.kill()
+        worst = max(worst, time.monotonic() - started)
+        if faults and stop:
+            break
+    seconds = round(worst, 1)
+    return {
+        "tried": tried, "survived": tried - len(faults), "worst_seconds": seconds, "faults": faults,
+    }  # fmt: skip
+
+
 def main() -> None:
     """Run the campaign."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -825,39 +850,21 @@ def main() -> None:
         take_out(options.broken)
     results = {}
     print(f"{'scenario':28} {'tried':>6} {'survived':>9} {'worst seconds':>14}")
-    for name in options.only:
-        scenario, short, whole = SCENARIOS[name]
-        tried = survived = 0
-        worst, faults = 0.0, []
-        with tempfile.TemporaryDirectory(
-            prefix="accel_ft-faults-", ignore_cleanup_errors=True
-        ) as folder:
-            bench = Bench(Path(folder), options.seed)
-            for attempt in scenario(bench, whole if options.full else short):
-                started = time.monotonic()
-                tried += 1
-                try:
-                    attempt()
-                    survived += 1
-                except (
-                    AssertionError,
-                    UserError,
-                    TimeoutError,
-                    OSError,
-                    subprocess.SubprocessError,
-                ) as error:
-                    faults.append(f"{type(error).__name__}: {error}")
-                    if bench.ranks is not None:
-                        bench.ranks.kill()
-                worst = max(worst, time.monotonic() - started)
-                if faults and options.stop:
-                    break
-        print(f"{name:28} {tried:6} {survived:9} {worst:14.1f}", flush=True)
-        for fault in faults[:3]:
-            print(f"    {fault}", file=sys.stderr, flush=True)
-        results[name] = {"tried": tried, "survived": survived, "worst_seconds": round(worst, 1)}
-    if options.json:
-        options.json.write_text(json.dumps(results))
+    with tempfile.TemporaryDirectory(
+        prefix="accel_ft-faults-", ignore_cleanup_errors=True
+    ) as folder:
+        bench = Bench(Path(folder))
+        for name in options.only:
+            bench.random = random.Random(f"{options.seed} {name}")
+            results[name] = result = run_scenario(bench, name, options.full, options.stop)
+            print(
+                f"{name:28} {result['tried']:6} {result['survived']:9} {result['worst_seconds']:14.1f}",
+                flush=True,
+            )
+            for fault in result["faults"][:3]:
+                print(f"    {fault}", file=sys.stderr, flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(results))
     sys.exit(any(result["tried"] != result["survived"] for result in results.values()))
 
 
