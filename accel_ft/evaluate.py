@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def evaluate_checkpoint(config: EvaluateConfig, accelerator: Any) -> dict[str, Any]:
     """Return the metrics of a checkpoint, the same on every rank."""
     from accel_ft.checkpoint.open import open_classifier
+    from accel_ft.data.loader import Padding
     from accel_ft.data.splits import load_eval_split
     from accel_ft.engine.evaluation import evaluate, make_eval_loader
     from accel_ft.model.load import check_max_seq_length
@@ -41,9 +42,8 @@ def evaluate_checkpoint(config: EvaluateConfig, accelerator: Any) -> dict[str, A
     check_max_seq_length(config.max_seq_length, opened.limit)
     with accelerator.local_main_process_first():
         name, split = load_eval_split(config, opened.tokenizer, opened.label_names, config.split)
-    loader = make_eval_loader(
-        accelerator, split, config.per_device_eval_batch_size, opened.tokenizer
-    )
+    pad = Padding(opened.tokenizer, config.max_seq_length, accelerator.device)
+    loader = make_eval_loader(accelerator, split, config.per_device_eval_batch_size, pad)
     scores = evaluate(accelerator, opened.model, loader, split, opened.label_names)
     about = {"checkpoint": opened.folder, "split": name, "rows": split.store.name}
     return about | {"num_samples": len(split)} | scores

@@ -36,14 +36,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     predictor = Predictor(config, accelerator)
     output: Any
     with _open_output(config.output) if is_main else nullcontext() as output:
-        for chunk in _chunks(rows, accelerator):
-            scores = predictor.scores([text for _, _, text in chunk])
+        for lines in predictor.label(rows):
             if is_main:
-                for (key, value, _), row in zip(chunk, scores, strict=True):
-                    line = json.dumps(
-                        {key: value} | predictor.describe(row), ensure_ascii=False, default=str
-                    )
-                    output.write(line + "\n")
+                for line in lines:
+                    output.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
                 output.flush()
 
 
@@ -73,7 +69,16 @@ class Predictor:
         limit = self.classifier.limit or DEFAULT_MAX_SEQ_LENGTH
         self.max_seq_length = config.max_seq_length or min(DEFAULT_MAX_SEQ_LENGTH, limit)
         check_max_seq_length(self.max_seq_length, self.classifier.limit)
-        self.pad = Padding(self.classifier.tokenizer, accelerator.device)
+        self.pad = Padding(self.classifier.tokenizer, self.max_seq_length, accelerator.device)
+
+    def label(self, rows: Iterator[Any]) -> Iterator[list[dict[str, Any]]]:
+        """Yield what is written of the rows that rank 0 reads, some at a time. Collective."""
+        for chunk in _chunks(rows, self.accelerator):
+            scores = self.scores([text for _, _, text in chunk])
+            yield [
+                {key: value} | self.describe(row)
+                for (key, value, _), row in zip(chunk, scores, strict=True)
+            ]
 
     def scores(self, texts: list[str]) -> Any:
         """Return the probability of each label, float32 [len(texts), C], in the order given; each
@@ -103,9 +108,9 @@ class Predictor:
         tokenizer = self.classifier.tokenizer
         rows = token_ids(tokenizer, texts, self.max_seq_length) if texts else []
         scores = np.empty((len(texts), len(self.classifier.label_names)), np.float32)
-        lengths = np.array([len(row) for row in rows], np.int64)
+        widths = self.pad.widths(np.array([len(row) for row in rows], np.int64))
         with torch.inference_mode():
-            for batch in eval_batches(lengths, self.config.per_device_eval_batch_size, 1):
+            for batch in eval_batches(widths, self.config.per_device_eval_batch_size, 1):
                 inputs = self.pad([rows[row] for row in batch])
                 with self.accelerator.autocast():
                     logits = forward(

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from accel_ft.data.plan import Ids, Plan
@@ -48,19 +49,35 @@ def train_places(plan: Plan, num_micro_batches: int, number: int) -> Ids:
 
 
 class Padding:
-    """How token ids become a rectangle: pad token, side, and what the width is a multiple of.
+    """How token ids become a rectangle: pad token, side, and the widths allowed.
 
-    8 suits the matrix units of accelerators; on a CPU it would only be padding.
+    Args:
+        tokenizer: of the model.
+        longest: tokens of the longest row; the greatest width.
+        device: decides the widths: multiples of 8, which suit the matrix units, on an accelerator;
+            on a CPU that would only be padding.
+        compiled: a few widths only, two an octave, because a new one can cost a compilation.
     """
 
-    def __init__(self, tokenizer: Any, device: torch.device) -> None:
+    def __init__(
+        self, tokenizer: Any, longest: int, device: torch.device, compiled: bool = False
+    ) -> None:
         self.token_id = int(tokenizer.pad_token_id)
         self.left = tokenizer.padding_side == "left"
-        self.multiple = 1 if device.type == "cpu" else 8
+        step = 1 if device.type == "cpu" else 8
+        steps = np.arange(step, longest + step, step, dtype=np.int64)
+        if compiled:
+            powers = 2 ** np.arange(4, max(longest, 16).bit_length() + 1)
+            steps = np.concatenate([powers, powers // 2 * 3])
+        self._widths = np.unique(np.minimum(steps, longest))
+
+    def widths(self, lengths: NDArray[np.integer]) -> Ids:
+        """Return the least allowed width of each length [k], int64 [k]."""
+        return self._widths[np.searchsorted(self._widths, lengths)]
 
     def __call__(self, rows: list[Any]) -> Batch:
         """Pad rows of token ids to input_ids and attention_mask, int64 [B, T]."""
-        width = -(-max(map(len, rows)) // self.multiple) * self.multiple
+        width = int(self.widths(np.array([max(map(len, rows))]))[0])
         input_ids = np.full((len(rows), width), self.token_id, np.int64)
         attention_mask = np.zeros((len(rows), width), np.int64)
         for row, ids in enumerate(rows):

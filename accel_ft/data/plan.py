@@ -151,7 +151,7 @@ def eval_batches(lengths: NDArray[np.integer], batch_size: int, multiple: int) -
     order.
 
     Args:
-        lengths: tokens of each sample, [n].
+        lengths: tokens of each sample, padded to the widths allowed, [n].
         batch_size: samples of a batch of the longest texts; shorter ones come in batches of as many
             tokens.
         multiple: empty batches are added until their number divides by it, so that all ranks run as

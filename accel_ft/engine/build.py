@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DynamoBackend, set_seed
 
 from accel_ft.checkpoint import state, transaction
 from accel_ft.config import TrainConfig
@@ -76,8 +76,11 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
         config, accelerator, watch, splits, tokenizer, num_steps
     )
 
+    compiled = accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
+    pad = Padding(tokenizer, config.max_seq_length, accelerator.device, compiled)
+
     def eval_loader(split: Any) -> Any:
-        return make_eval_loader(accelerator, split, config.per_device_eval_batch_size, tokenizer)
+        return make_eval_loader(accelerator, split, config.per_device_eval_batch_size, pad)
 
     return Run(
         config=config,
@@ -89,7 +92,7 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
         scheduler=scheduler,
         train_batches=Batches(
             splits.train,
-            Padding(tokenizer, accelerator.device),
+            pad,
             num_steps * num_micro_batches,
             partial(train_places, plan, num_micro_batches),
         ),

@@ -17,15 +17,12 @@ from accel_ft.data.splits import Split
 from accel_ft.engine.step import forward
 
 
-def make_eval_loader(
-    accelerator: Accelerator, split: Split, batch_size: int, tokenizer: Any
-) -> Any:
+def make_eval_loader(accelerator: Accelerator, split: Split, batch_size: int, pad: Padding) -> Any:
     """Return a prepared loader of one pass over `split`: the same batches whatever the number of
     ranks.
     """
-    lengths = split.lengths(np.arange(len(split), dtype=np.int64))
-    batches = eval_batches(lengths, batch_size, accelerator.num_processes)
-    pad = Padding(tokenizer, accelerator.device)
+    widths = pad.widths(split.lengths(np.arange(len(split), dtype=np.int64)))
+    batches = eval_batches(widths, batch_size, accelerator.num_processes)
     return make_loader(accelerator, Batches(split, pad, len(batches), batches.__getitem__))
 
 

@@ -204,7 +204,7 @@ def bare(  # noqa: PLR0915
     num_steps = int(config.num_train_epochs * plan.steps_per_epoch)
     optimizer = make_optimizer(model, config.learning_rate, config.weight_decay)
     scheduler = make_scheduler(config, optimizer, num_steps)
-    pad = Padding(tokenizer, device)
+    pad = Padding(tokenizer, config.max_seq_length, device)
     autocast = torch.autocast(
         device.type, torch.bfloat16, enabled=about["precision"] == "bf16", cache_enabled=True
     )
@@ -232,7 +232,8 @@ def bare(  # noqa: PLR0915
     test, right = splits.test, 0
     assert test is not None
     with torch.inference_mode(), autocast:
-        for places in eval_batches(test.lengths(np.arange(len(test))), 64, 1):
+        widths = pad.widths(test.lengths(np.arange(len(test))))
+        for places in eval_batches(widths, 64, 1):
             batch = collate(test, places, pad)
             logits = forward(model, {k: v.to(device) for k, v in batch.items()})
             right += int((logits.argmax(-1).cpu() == batch["labels"]).sum())

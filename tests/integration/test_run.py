@@ -85,7 +85,7 @@ def test_an_update_is_the_mean_over_its_global_batch(
     """Loss and gradient norm of a full and of the short last batch, against plain PyTorch on the whole batch."""
     from transformers import AutoModelForSequenceClassification
 
-    from accel_ft.data.loader import Padding, collate
+    from accel_ft.data.loader import collate
     from accel_ft.runtime.launch import make_accelerator
 
     words = job_words(still_model, rows_file, odd_file, tmp_path / "run")
@@ -99,7 +99,7 @@ def test_an_update_is_the_mean_over_its_global_batch(
         model = AutoModelForSequenceClassification.from_pretrained(before).train()
         places = twin.plan.global_batch(step - 1)
         assert len(places) == num_rows
-        batch = collate(twin.splits.train, places, Padding(twin.tokenizer, torch.device("cpu")))
+        batch = collate(twin.splits.train, places, twin.train_batches.pad)
         logits = model(batch["input_ids"], batch["attention_mask"]).logits
         weight = None if weights is None else torch.tensor(weights)
         loss = torch.nn.functional.cross_entropy(logits, batch["labels"], weight)

@@ -182,7 +182,10 @@ def test_class_weights(tmp_path: Path, tokenizer) -> None:
     assert class_weights("balanced", split, ["x", "y"]).tolist() == [8 / 12, 8 / 4]
     split.class_weights = class_weights((1.0, 3.0), split, ["x", "y"])
     assert split.weights(np.arange(8)).tolist() == [1] * 6 + [3] * 2
-    assert collate(split, np.array([0, 7]), Padding(tokenizer, CPU))["weights"].tolist() == [1, 3]
+    assert collate(split, np.array([0, 7]), Padding(tokenizer, 64, CPU))["weights"].tolist() == [
+        1,
+        3,
+    ]
     with pytest.raises(ConfigError, match="1 weights for 2 labels, in this order: x, y"):
         class_weights((1.0,), split, ["x", "y"])
 
@@ -194,20 +197,38 @@ def whole(path: Path, tokenizer) -> Split:
 
 def test_padding_and_filling(rows_file: Path, tokenizer) -> None:
     split = whole(rows_file, tokenizer)
-    batch = collate(split, np.array([3, 9]), Padding(tokenizer, torch.device("cuda")))
+    batch = collate(split, np.array([3, 9]), Padding(tokenizer, 64, torch.device("cuda")))
     lengths = split.lengths(np.array([3, 9]))
     assert batch["input_ids"].shape[1] % 8 == 0
     assert batch["attention_mask"].sum(1).tolist() == lengths.tolist()
     assert batch["input_ids"][0, : lengths[0]].tolist() == split.tokens(np.array([3]))[0].tolist()
     assert (batch["input_ids"][batch["attention_mask"] == 0] == 0).all()
     assert (batch["weights"].tolist(), batch["places"].tolist()) == ([1, 1], [3, 9])
-    filler = collate(split, np.array([], np.int64), Padding(tokenizer, CPU))
+    filler = collate(split, np.array([], np.int64), Padding(tokenizer, 64, CPU))
     assert (filler["weights"].tolist(), filler["places"].tolist()) == ([0], [-1])
     assert filler["attention_mask"].all()  # an all-masked row could turn into NaN
 
 
+def test_widths(tokenizer) -> None:
+    """None is greater than the longest row, or than the model might take."""
+    lengths = np.array([1, 7, 8, 9, 17, 33, 99, 100])
+    cuda = torch.device("cuda")
+    for device, compiled, expected in (
+        (CPU, False, lengths.tolist()),
+        (cuda, False, [8, 8, 8, 16, 24, 40, 100, 100]),
+        (cuda, True, [16, 16, 16, 16, 24, 48, 100, 100]),
+        (CPU, True, [16, 16, 16, 16, 24, 48, 100, 100]),
+    ):
+        pad = Padding(tokenizer, 100, device, compiled)
+        assert pad.widths(lengths).tolist() == expected
+        assert pad([[5] * 9])["input_ids"].shape == (1, expected[3])
+    few = Padding(tokenizer, 512, cuda, compiled=True).widths(np.arange(1, 513))
+    assert sorted(set(few.tolist())) == [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
+    assert Padding(tokenizer, 2, cuda, compiled=True).widths(np.array([1, 2])).tolist() == [2, 2]
+
+
 def test_left_padding(rows_file: Path, tokenizer) -> None:
-    pad = Padding(tokenizer, CPU)
+    pad = Padding(tokenizer, 64, CPU)
     pad.left = True
     assert pad([[5, 6, 7], [8]])["input_ids"].tolist() == [[5, 6, 7], [0, 0, 8]]
 
@@ -218,7 +239,7 @@ def test_loader_starts_anywhere_and_leaves_random_numbers_alone(
 ) -> None:
     split = whole(rows_file, tokenizer)
     plan = Plan(len(split), 8, 0, split.lengths)
-    batches = Batches(split, Padding(tokenizer, CPU), 24, partial(train_places, plan, 2))
+    batches = Batches(split, Padding(tokenizer, 64, CPU), 24, partial(train_places, plan, 2))
     assert len(batches) == 24
     torch.manual_seed(1)
     before = torch.get_rng_state()

@@ -1,0 +1,36 @@
+"""One against many: the same global batches on one process and on all, update by update."""
+
+from collections.abc import Sequence
+
+from accel_ft.diagnosis.finding import Finding, failed, passed
+
+
+def same_curve(
+    ours: Sequence[Sequence[float]], alone: Sequence[Sequence[float]], tolerance: float = 1e-4
+) -> Finding:
+    """Compare loss and gradient norm of each update with those of one process.
+
+    Args:
+        ours: (loss, gradient norm) of each update, over all ranks.
+        alone: the same, from one process that read each global batch at once.
+        tolerance: relative: float32 differs by about 1e-6, bf16 by 1e-2.
+    """
+    check = "one against many"
+    if not ours or len(ours) != len(alone):
+        return failed(check, f"{len(ours)} updates against {len(alone)}", "the same job for both")
+    gaps = [
+        max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(mine, theirs, strict=True))
+        for mine, theirs in zip(ours, alone, strict=True)
+    ]
+    worst = max(gaps)
+    first = next((number for number, gap in enumerate(gaps, 1) if not gap <= tolerance), None)
+    if first is not None:
+        mine, theirs = ours[first - 1], alone[first - 1]
+        return failed(
+            check,
+            f"update {first}: loss {mine[0]:.6f} against {theirs[0]:.6f}, gradient norm "
+            f"{mine[1]:.6f} against {theirs[1]:.6f} on one process",
+            "divide by the label weight of the whole global batch (`accumulated gradient`); give "
+            "each rank its share of the same batch (`sampling`)",
+        )
+    return passed(check, f"{len(gaps)} updates, greatest relative difference {worst:.1e}")

@@ -1,0 +1,168 @@
+"""Will it fit: bytes on each rank, by what they are for, against what the device has.
+
+What you see: out of memory, after the data has been prepared or in the tenth update. What it is:
+parameters, gradients and moments, which can be counted, and activations, which are measured on one
+micro-batch and grow with it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from accel_ft.diagnosis.finding import Finding, failed, passed, warned
+
+CHECK = "will it fit"
+RESERVE = 0.1  # of the device: allocator, workspace, other processes
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes on one rank.
+
+    Attributes:
+        parameters, gradients, moments: of the trainable and frozen parameters.
+        activations: of one micro-batch of `rows` rows.
+        rows: of that micro-batch.
+        largest_layer: bytes of the largest module's parameters, gathered while it works.
+    """
+
+    parameters: int
+    gradients: int
+    moments: int
+    activations: int
+    rows: int
+    largest_layer: int
+
+    def on_rank(self, strategy: str, num_ranks: int, rows: int) -> int:
+        """Return the bytes a rank needs on its device.
+
+        Args:
+            strategy: "none", "ddp", "fsdp" or "offload".
+            num_ranks: N.
+            rows: of a micro-batch.
+        """
+        activations = self.activations * rows // max(self.rows, 1)
+        states = self.parameters + self.gradients + self.moments
+        if strategy == "offload":
+            return 2 * self.largest_layer + activations
+        if strategy == "fsdp":
+            return states // num_ranks + 2 * self.largest_layer + activations
+        return states + activations
+
+
+def activation_bytes(loss: Callable[[], torch.Tensor], model: nn.Module) -> int:
+    """Return the bytes that a forward pass keeps for the backward pass, parameters not counted."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters() if p.device.type != "meta"}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not hasattr(tensor, "to_local"):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                size = min(tensor.nbytes, storage.nbytes())
+                kept[storage.data_ptr()] = max(kept.get(storage.data_ptr(), 0), size)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        value = loss()
+    del value
+    return sum(kept.values())
+
+
+def need(
+    model: nn.Module, loss: Callable[[], torch.Tensor], rows: int, moments_per_parameter: int = 2
+) -> Need:
+    """Count a model's bytes, and measure the activations of one micro-batch.
+
+    Args:
+        model: unsharded, in training mode.
+        loss: of one micro-batch, a scalar.
+        rows: of that micro-batch.
+        moments_per_parameter: float32 values the optimizer keeps for each; AdamW 2.
+    """
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    layers = [
+        sum(p.nbytes for p in child.parameters())
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList)
+        for child in module
+    ]
+    parameters = sum(p.nbytes for p in model.parameters())
+    return Need(
+        parameters=parameters,
+        gradients=sum(p.nbytes for p in trainable),
+        moments=sum(4 * moments_per_parameter * p.numel() for p in trainable),
+        activations=activation_bytes(loss, model),
+        rows=rows,
+        largest_layer=max(layers, default=parameters),
+    )
+
+
+def device_bytes(device: torch.device) -> int:
+    """Return the memory of a device; on a CPU what is available now."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return psutil.virtual_memory().available
+
+
+def will_it_fit(wanted: Need, strategy: str, num_ranks: int, capacity: int, rows: int) -> Finding:
+    """Compare a job's need with a device, find the largest micro-batch, and choose a strategy.
+
+    Args:
+        wanted: from `need`.
+        strategy: the one asked for: "none", "ddp", "fsdp" or "offload".
+        num_ranks: N.
+        capacity: bytes of a rank's device (its share of a CPU's memory).
+        rows: of the micro-batch asked for.
+    """
+    usable = int(capacity * (1 - RESERVE))
+    per_row = wanted.activations / max(wanted.rows, 1)
+
+    def largest(strategy: str) -> int:
+        return int((usable - wanted.on_rank(strategy, num_ranks, 0)) / max(per_row, 1))
+
+    simple = "none" if num_ranks == 1 else "ddp"
+    order = [simple, "fsdp", "offload"] if num_ranks > 1 else [simple, "offload"]
+    fitting = [name for name in order if largest(name) >= rows]
+    some = [name for name in order if largest(name) >= 1]
+    now = wanted.on_rank(strategy, num_ranks, rows)
+    parts = ", ".join(
+        f"{name} {value / MIB:,.0f}"
+        for name, value in (
+            ("parameters", wanted.parameters), ("gradients", wanted.gradients),
+            ("moments", wanted.moments), (f"activations of {rows} rows", per_row * rows),
+        )
+    )  # fmt: skip
+    about = (
+        f"{now / MIB:,.0f} MiB of {capacity / MIB:,.0f} a rank under {strategy} "
+        f"({parts}, unsharded); largest micro-batch {max(largest(strategy), 0)}"
+    )
+    if now <= usable:
+        if fitting and fitting[0] != strategy and order.index(fitting[0]) < _place(order, strategy):
+            why = f"{fitting[0]} would fit too, and sends less"
+            return passed(CHECK, f"{about}; {why}")
+        return passed(CHECK, about)
+    if fitting:
+        return failed(CHECK, about, f"{fitting[0]}: it needs "
+                      f"{wanted.on_rank(fitting[0], num_ranks, rows) / MIB:,.0f} MiB")  # fmt: skip
+    if some:
+        return failed(
+            CHECK, about, f"{some[0]} with per_device_train_batch_size {largest(some[0])}: more "
+            "accumulation steps, the same global batch",
+        )  # fmt: skip
+    return warned(CHECK, about, "a larger device, more ranks, or a smaller model")
+
+
+def _place(order: list[str], strategy: str) -> int:
+    return order.index(strategy) if strategy in order else len(order)
+
+
+def state(strategy: Any) -> str:
+    """Return this module's name for one of accelerate's strategies (a DistributedType)."""
+    name = str(getattr(strategy, "value", strategy))
+    return "fsdp" if name == "FSDP" else "none" if name == "NO" else "ddp"

@@ -1,0 +1,103 @@
+"""Does it learn at all: a few samples by heart, and what the first steps show.
+
+What you see: a loss that stays at ln(number of classes), or falls and labels all rows alike. What
+it is: labels that do not belong to their rows, a head that gets no gradient, a learning rate of the
+wrong size, a loss of something else.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from accel_ft.diagnosis.finding import Finding, failed, listed, passed, warned
+
+
+def initial_loss(loss: float, num_labels: int, is_fresh: bool = True) -> Finding:
+    """Compare the first loss with that of a classifier that knows nothing, ln(num_labels).
+
+    Args:
+        loss: mean cross-entropy in nats, before the first update.
+        num_labels: C.
+        is_fresh: whether the head was drawn anew; a trained one is below.
+    """
+    check = "initial loss"
+    expected = math.log(num_labels)
+    about = f"{loss:.4f}, ln({num_labels}) is {expected:.4f}"
+    if not math.isfinite(loss):
+        return failed(check, about, "see the inputs and the precision: no number comes out")
+    if loss > 2 * expected + 0.5 or (is_fresh and loss < expected / 2):
+        return warned(
+            check,
+            about,
+            "a fresh head should begin near it: see the labels, the size of the head's weights, "
+            "and whether the loss is a mean",
+        )
+    return passed(check, about)
+
+
+def gradient_norms(model: nn.Module) -> Finding:
+    """Look at the gradients that a backward pass has left: finite, and not all zero."""
+    check = "gradient norms"
+    norms = {n: float(p.grad.norm()) for n, p in model.named_parameters() if p.grad is not None}
+    if not norms:
+        return failed(check, "no parameter has a gradient", "loss.backward(), requires_grad")
+    sick = [name for name, norm in norms.items() if not math.isfinite(norm)]
+    if sick:
+        return failed(
+            check, f"not finite: {listed(sick)}", "see the inputs, the precision, the rate"
+        )
+    still = [name for name, norm in norms.items() if norm == 0.0]
+    total = math.sqrt(sum(norm**2 for norm in norms.values()))
+    if total == 0.0:
+        return failed(check, "all are zero", "the loss does not depend on the weights")
+    about = f"{total:.4f} in all, {len(norms)} parameters"
+    if still:
+        return warned(check, f"{about}; zero: {listed(still)}", "does the loss depend on them?")
+    return passed(check, about)
+
+
+def overfits(
+    step: Callable[[], float], steps: int = 60, goal: float = 0.1, patience: int = 3
+) -> Finding:
+    """Train on the same few samples again and again: the loss must come near zero.
+
+    Args:
+        step: one update on the samples, all of them; returns its loss.
+        steps: at most.
+        goal: loss in nats that is near enough.
+        patience: updates in a row that must be below it.
+    """
+    check = "overfits"
+    losses: list[float] = []
+    for _ in range(steps):
+        losses.append(step())
+        if len(losses) >= patience and max(losses[-patience:]) < goal:
+            return passed(
+                check, f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} updates"
+            )
+        if not math.isfinite(losses[-1]):
+            break
+    return failed(
+        check,
+        f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} updates, not below {goal}",
+        "are labels and rows of one sample? does the optimizer hold the parameters, and is the "
+        "learning rate of the right size (1e-5 to 1e-3 for AdamW)?",
+    )
+
+
+def varied_predictions(logits: torch.Tensor) -> Finding:
+    """Look at what is predicted: not one class for all, after some training.
+
+    Args:
+        logits: [n, C].
+    """
+    check = "predictions"
+    counts = torch.bincount(logits.argmax(-1).flatten().cpu(), minlength=logits.shape[-1])
+    about = f"of {len(logits)} rows by class: {counts.tolist()}"
+    if not torch.isfinite(logits).all():
+        return failed(check, "logits are not finite", "see the inputs and the precision")
+    if len(logits) >= 8 and int((counts > 0).sum()) == 1:
+        return warned(check, f"{about}: one class for all", "train longer, or see `overfits`")
+    return passed(check, about)

@@ -1,0 +1,205 @@
+"""The machine: versions, devices, links between ranks, limits, clocks, disk, Hub, loader speed."""
+
+import importlib.metadata
+import os
+import resource
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from accel_ft.diagnosis.finding import Finding, failed, gather, listed, passed, skipped, warned
+
+PACKAGES = ("torch", "accelerate", "transformers", "datasets", "numpy")
+MIB = 2**20
+OPEN_FILES = 1024
+SHARED_BYTES = 256 * MIB
+SKEW_SECONDS = 2.0
+
+
+def versions() -> Finding:
+    """Compare the versions of the libraries over the ranks. Collective."""
+    check = "versions"
+    ranks = gather({name: importlib.metadata.version(name) for name in PACKAGES})
+    differing = [name for name in PACKAGES if len({rank[name] for rank in ranks}) > 1]
+    if differing:
+        words = [f"{name} {' / '.join(rank[name] for rank in ranks)}" for name in differing]
+        return failed(check, listed(words), "install the same versions on every machine")
+    return passed(check, ", ".join(f"{name} {ranks[0][name]}" for name in PACKAGES))
+
+
+def devices(device: torch.device, precision: str) -> Finding:
+    """Describe each rank's device, and whether it computes in the precision asked for. Collective.
+
+    Args:
+        device: of this rank.
+        precision: "no", "bf16" or "fp16".
+    """
+    check = "device"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        place = f"{os.uname().nodename} {device}"
+    else:
+        name = f"{device.type}, {torch.get_num_threads()} threads"
+        has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        place = ""
+    ranks = gather((name, has_bf16, place))
+    about = listed(sorted({name for name, _, _ in ranks}))
+    backend = f", {dist.get_backend()}" if dist.is_initialized() else ""
+    places = [place for _, _, place in ranks if place]
+    if len(set(places)) < len(places):
+        return failed(check, f"several ranks on one device: {listed(places, 8)}",
+                      "LOCAL_RANK decides the device: as many processes as GPUs")  # fmt: skip
+    if precision == "bf16" and not all(has for _, has, _ in ranks):
+        return warned(
+            check,
+            f"{about}{backend}: bf16 is imitated here, some times slower than float32",
+            "--mixed_precision no",
+        )
+    return passed(check, f"{len(ranks)} x {about}{backend}")
+
+
+def links(device: torch.device, sizes: tuple[int, ...] = (4 * 1024, MIB, 16 * MIB)) -> Finding:
+    """Time all-reduces of some sizes. Collective.
+
+    Args:
+        device: of the tensors.
+        sizes: bytes.
+
+    Returns:
+        Microseconds and, by the ring's 2 (N - 1) / N bytes a byte, GB/s of each size.
+    """
+    check = "all-reduce"
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return skipped(check, "one process: nothing is sent")
+    count, words = dist.get_world_size(), []
+    for size in sizes:
+        tensor = torch.ones(size // 4, device=device)
+        dist.all_reduce(tensor)
+        times = []
+        for _ in range(5):
+            tensor.fill_(1.0)
+            _wait(device)
+            start = time.perf_counter()
+            dist.all_reduce(tensor)
+            _wait(device)
+            times.append(time.perf_counter() - start)
+        if not torch.all(tensor == count):
+            return failed(
+                check, f"{size} bytes of ones from {count} ranks do not sum to {count}",
+                "the link or its driver corrupts data: NCCL_P2P_DISABLE=1 tells which path",
+            )  # fmt: skip
+        seconds = max(gather(statistics.median(times)))
+        rate = 2 * (count - 1) / count * size / seconds / 1e9
+        words.append(f"{size / 1024:,.0f} KiB {seconds * 1e6:,.0f} us ({rate:.2f} GB/s)")
+    return passed(check, f"{count} ranks: {'; '.join(words)}")
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def loader_speed(
+    batches: Iterable[Any], step: Callable[[Any], Any], device: torch.device, count: int = 8
+) -> Finding:
+    """Compare the seconds a batch takes to come with those its step takes.
+
+    Args:
+        batches: the training loader.
+        step: forward and backward of one batch.
+        device: waited for after each step.
+        count: batches to measure, after two to warm up.
+    """
+    check = "loader"
+    waits, steps = [], []
+    start = time.perf_counter()
+    for batch in islice(batches, count + 2):
+        arrived = time.perf_counter()
+        step(batch)
+        _wait(device)
+        done = time.perf_counter()
+        waits.append(arrived - start)
+        steps.append(done - arrived)
+        start = done
+    if len(waits) < 3:
+        return skipped(check, f"{len(waits)} batches are too few to time")
+    wait, work = statistics.median(waits[2:]), statistics.median(steps[2:])
+    about = f"a batch takes {1000 * wait:.1f} ms to come and {1000 * work:.1f} ms to compute"
+    if wait > work / 2:
+        return warned(check, about, "dataloader_num_workers: 2 or more; tokenise beforehand")
+    return passed(check, about)
+
+
+def limits(num_workers: int = 0) -> Finding:
+    """Look at the limits of open files and shared memory, on every rank's machine. Collective."""
+    check = "limits"
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None
+    ranks = gather((files, shared))
+    files = min(files for files, _ in ranks)
+    free = [shared for _, shared in ranks if shared is not None]
+    about = f"{files} open files"
+    if free:
+        about += f", {min(free) / MIB:,.0f} MiB of shared memory free"
+    if files < OPEN_FILES:
+        return warned(check, about, f"ulimit -n {OPEN_FILES}")
+    if free and min(free) < SHARED_BYTES and num_workers > 0:
+        return warned(check, about, "a larger /dev/shm (docker run --shm-size 1g) for the workers")
+    return passed(check, about)
+
+
+def clocks() -> Finding:
+    """Compare the clocks of the ranks' machines. Collective."""
+    check = "clocks"
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return skipped(check, "one process: one clock")
+    spreads = []
+    for _ in range(3):
+        gather(None)
+        times = gather(time.time())
+        spreads.append(max(times) - min(times))
+    spread = min(spreads)
+    if spread > SKEW_SECONDS:
+        return warned(check, f"{spread:.1f} s apart", "chrony or ntpd: logs are compared by time")
+    return passed(check, f"less than {max(spread, 0.001):.3f} s apart")
+
+
+def hub(offline: bool, reachable: Callable[[], bool]) -> Finding:
+    """Say whether the Hub can be reached.
+
+    Args:
+        offline: whether HF_HUB_OFFLINE is set.
+        reachable: asks it, within a few seconds.
+    """
+    check = "Hub"
+    if offline:
+        return skipped(check, "HF_HUB_OFFLINE is set: models and data come from disk")
+    if reachable():
+        return passed(check, "can be reached")
+    return warned(
+        check, "cannot be reached", "models and data from folders and files, and HF_HUB_OFFLINE=1"
+    )
+
+
+def disk(folder: Path, wanted: int) -> Finding:
+    """Compare the free bytes of a folder's disk with what a run's checkpoints need.
+
+    Args:
+        folder: the run's, or the nearest one above it that exists.
+        wanted: bytes.
+    """
+    check = "disk"
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    about = f"{free / MIB:,.0f} MiB free, {wanted / MIB:,.0f} for the checkpoints"
+    if free < wanted:
+        return failed(check, about, "another output_dir, a smaller save_total_limit, or more room")
+    return passed(check, about)

@@ -1,0 +1,123 @@
+"""Replicas that are not: parameters, buffers or gradients that differ between ranks.
+
+What you see: a loss that is well on rank 0 and a model that is worse than it should be; metrics
+that depend on which rank speaks. What it is: weights drawn from another seed on each rank and never
+sent round, a buffer that each rank keeps for itself, a rank that skipped its backward pass or
+changed its gradients after DDP had summed them, a parameter without a gradient.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from accel_ft.diagnosis.finding import Finding, failed, gather, listed, passed, skipped, warned
+
+Tensors = Iterable[tuple[str, torch.Tensor]]
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Return a hash of a tensor's values and shape; two with the same have the same bits."""
+    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    head = f"{tensor.dtype}{list(tensor.shape)}".encode()
+    return hashlib.blake2b(head + flat.numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def _differing(tensors: Tensors) -> tuple[list[str], int, list[int]]:
+    """Names that differ, how many there are, and the ranks that differ from the majority."""
+    ranks = gather({name: digest(tensor) for name, tensor in tensors})
+    names = list(dict.fromkeys(name for rank in ranks for name in rank))
+    differing = [name for name in names if len({rank.get(name) for rank in ranks}) > 1]
+    odd = set()
+    for name in differing:
+        seen = [rank.get(name) for rank in ranks]
+        usual = max(set(seen), key=lambda value: (seen.count(value), value == seen[0]))
+        odd |= {number for number, value in enumerate(seen) if value != usual}
+    return differing, len(names), sorted(odd)
+
+
+def _alike(check: str, tensors: Tensors, mend: str) -> Finding:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return skipped(check, "one process: nothing to compare with")
+    differing, count, odd = _differing(tensors)
+    if differing:
+        words = f"{len(differing)} of {count} differ, on rank {listed(odd)}; the first is"
+        return failed(check, f"{words} {differing[0]}", mend)
+    return passed(check, f"{count} tensors have the same bits on every rank")
+
+
+def same_weights(model: nn.Module) -> Finding:
+    """Compare parameters bit by bit over the ranks; not for sharded ones. Collective."""
+    return _alike(
+        "same weights",
+        model.named_parameters(),
+        "the same seed on every rank before the model is made (accelerate.utils.set_seed), or "
+        "accelerator.prepare(model), which sends rank 0's round; no step of one rank alone",
+    )
+
+
+def same_buffers(model: nn.Module) -> Finding:
+    """Compare buffers bit by bit over the ranks. Collective."""
+    return _alike(
+        "same buffers",
+        model.named_buffers(),
+        "leave DDP's broadcast_buffers on: rank 0's are sent before each forward pass, so save on "
+        "rank 0; SyncBatchNorm where the statistics of all ranks are wanted",
+    )
+
+
+def same_gradients(model: nn.Module) -> Finding:
+    """Compare gradients bit by bit over the ranks, after the backward pass that synchronises and
+    before the optimizer's step. Collective.
+    """
+    gradients = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+    return _alike(
+        "same gradients",
+        gradients,
+        "every rank runs the same backward passes through the wrapped model, the last one outside "
+        "no_sync(), and nothing but clipping changes gradients afterwards",
+    )
+
+
+def used_parameters(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Finding:
+    """Find trainable parameters that the loss of a batch does not depend on."""
+    check = "used parameters"
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(loss(), [p for _, p in named], allow_unused=True)
+    unused = [name for (name, _), g in zip(named, gradients, strict=True) if g is None]
+    if unused:
+        return warned(
+            check,
+            f"{len(unused)} of {len(named)} get no gradient: {listed(unused)}; DDP waits for "
+            "them and stops at the next forward pass",
+            "requires_grad_(False) for them, or DistributedDataParallelKwargs("
+            "find_unused_parameters=True), which costs a pass over the graph at each step",
+        )
+    return passed(check, f"all {len(named)} trainable parameters get a gradient")
+
+
+def same_loss(loss: Callable[[Any], torch.Tensor], batch: Any) -> Finding:
+    """Compute the loss of rank 0's batch on every rank. Collective.
+
+    Args:
+        loss: of a batch on this rank's device, with the model in evaluation mode.
+        batch: tensors on the CPU; rank 0's is taken.
+    """
+    check = "same loss"
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return skipped(check, "one process: nothing to compare with")
+    shared = [batch]
+    dist.broadcast_object_list(shared, src=0)
+    with torch.no_grad():
+        losses = gather(float(loss(shared[0])))
+    spread = max(losses) - min(losses)
+    if not spread <= 1e-6 * max(1.0, abs(losses[0])):
+        return failed(
+            check,
+            f"of the same batch the ranks compute {listed([f'{x:.7f}' for x in losses], 8)}",
+            "see `same weights` and `same buffers`; else the ranks run other code or precision",
+        )
+    return passed(check, f"{losses[0]:.6f} on {len(losses)} ranks")

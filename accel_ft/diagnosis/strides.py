@@ -1,0 +1,84 @@
+"""Gradients whose memory is laid out otherwise than DDP's buckets: copied at every step, with a
+warning that is easily misread.
+
+What you see: "Grad strides do not match bucket view strides". What it is: with
+`gradient_as_bucket_view` a gradient is a view of its bucket, laid out as the parameter is. A
+convolution that is fed channels_last computes a channels_last gradient, so each one is copied over.
+`grad.contiguous()` in a hook does nothing where a dimension has size 1, such as [64, 1, 3, 3]:
+that tensor counts as contiguous with any stride there, and keeps it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_ft.diagnosis.finding import Finding, failed, listed, passed
+
+CHECK = "gradient strides"
+MEND = (
+    "accel_ft.diagnosis.strides.match_strides(model) before training lays each gradient out as its "
+    "parameter; or model.to(memory_format=torch.channels_last), which lays out both alike"
+)
+
+
+def bucket_strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides DDP gives a parameter's view of its bucket.
+
+    Source: torch/csrc/distributed/c10d/reducer.cpp, initialize_bucket_views: the parameter's own
+        where it covers its memory without gap or overlap, else those of a contiguous tensor.
+    """
+    sizes_and_strides = zip(parameter.shape, parameter.stride(), strict=True)
+    reach = 1 + sum((size - 1) * stride for size, stride in sizes_and_strides)
+    if reach == parameter.numel():
+        return parameter.stride()
+    return torch.empty(parameter.shape, device="meta").stride()
+
+
+def gradient_strides(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Finding:
+    """Compare the strides of each gradient with those of its bucket.
+
+    Args:
+        model: plain or wrapped by DDP; its gradients are left alone, and DDP's reduction does not
+            run.
+        loss: computes the loss of a batch, a scalar, with the inner model (`model.module`).
+
+    Returns:
+        FAIL with name, shape and both strides of those that differ.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(loss(), [p for _, p in named], allow_unused=True)
+    differing = [
+        f"{name} {list(p.shape)}: gradient {gradient.stride()}, bucket {bucket_strides(p)}"
+        for (name, p), gradient in zip(named, gradients, strict=True)
+        if gradient is not None and gradient.stride() != bucket_strides(p)
+    ]
+    if differing:
+        return failed(CHECK, f"{len(differing)} of {len(named)} differ: {listed(differing)}", MEND)
+    return passed(CHECK, f"{len(named)} gradients lie as their buckets do")
+
+
+def match_strides(model: nn.Module) -> list[Any]:
+    """Install hooks that lay each gradient out as DDP's bucket; the numbers stay the same.
+
+    Returns:
+        The hooks' handles: `handle.remove()` takes one off again.
+    """
+
+    def hook_of(strides: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
+        def hook(gradient: torch.Tensor) -> torch.Tensor:
+            if gradient.stride() == strides:
+                return gradient
+            laid_out = torch.empty_strided(
+                gradient.shape, strides, dtype=gradient.dtype, device=gradient.device
+            )
+            return laid_out.copy_(gradient)
+
+        return hook
+
+    return [
+        p.register_hook(hook_of(bucket_strides(p)))  # type: ignore[no-untyped-call]
+        for p in model.parameters()
+        if p.requires_grad
+    ]

@@ -1,0 +1,314 @@
+"""Small broken programs on 2 gloo ranks, each as it happened, and each with the mend the doctor offers.
+
+torchrun --nproc_per_node 2 tests/distributed/sick.py OUT.json
+Rank 0 writes {case: {"broken": finding, "mended": finding}}.
+"""
+
+import copy
+import json
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from accel_ft.diagnosis import accumulation, curve, order, replicas, resume, sampling, strides
+from accel_ft.diagnosis.finding import Finding, gather
+
+ROWS = TensorDataset(torch.arange(40.0).reshape(20, 2), torch.arange(20) % 2)
+
+
+def ids(batch):
+    return batch[0][:, 0].int().tolist()
+
+
+def small_model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def loss_of(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+# 1. Gradient strides against DDP's buckets.
+
+
+def conv_step(mend):
+    """A backward pass of a conv net that is fed channels_last; whether PyTorch warned."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 64, 3), nn.Flatten(), nn.LazyLinear(2))
+    images = torch.randn(4, 1, 8, 8).to(memory_format=torch.channels_last)
+    net(images)
+    if mend == "channels_last":
+        net = net.to(memory_format=torch.channels_last)
+    if mend == "hook that does nothing":
+        for p in net.parameters():
+            p.register_hook(lambda gradient: gradient.contiguous())
+    if mend == "match_strides":
+        strides.match_strides(net)
+    finding = strides.gradient_strides(net, lambda: net(images).square().mean())
+    ddp = DistributedDataParallel(net, gradient_as_bucket_view=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ddp(images).square().mean().backward()
+    gradients = {name: p.grad.clone() for name, p in net.named_parameters()}
+    return finding, any("Grad strides do not match" in str(w.message) for w in caught), gradients
+
+
+def strided():
+    broken, warned, gradients = conv_step(None)
+    result = {"broken": broken, "warned": [warned]}
+    for mend in ("hook that does nothing", "channels_last", "match_strides"):
+        result[mend], warned, mended = conv_step(mend)
+        result["warned"].append(warned)
+        assert all(torch.allclose(mended[name], gradients[name]) for name in gradients)
+    return result
+
+
+# 2. Every rank reads the same data.
+
+
+def same_data():
+    unsharded = DataLoader(ROWS, batch_size=4, shuffle=True)
+    sampler = DistributedSampler(ROWS, shuffle=True)
+    sharded = DataLoader(ROWS, batch_size=4, sampler=sampler)
+    return {
+        "broken": sampling.training_sampling(unsharded, 20, ids),
+        "mended": sampling.training_sampling(sharded, 20, ids, sampler.set_epoch),
+        "no ids": sampling.training_sampling(sharded, 20, before_epoch=sampler.set_epoch),
+        "a rank too few": sampling.training_sampling(
+            DataLoader(ROWS, 4, sampler=DistributedSampler(ROWS, num_replicas=3, rank=dist.get_rank())), 20, ids,
+        ),
+    }  # fmt: skip
+
+
+def no_set_epoch():
+    sampler = DistributedSampler(ROWS, shuffle=True)
+    loader = DataLoader(ROWS, batch_size=4, sampler=sampler)
+    return {
+        "broken": sampling.training_sampling(loader, 20, ids),
+        "mended": sampling.training_sampling(loader, 20, ids, sampler.set_epoch),
+    }
+
+
+def padded_evaluation():
+    rows = torch.utils.data.Subset(ROWS, range(19))
+    padded = DataLoader(rows, 4, sampler=DistributedSampler(rows, shuffle=False))
+    mine = torch.utils.data.Subset(rows, range(dist.get_rank(), 19, 2))
+    return {
+        "broken": sampling.evaluation_sampling(padded, 19, ids),
+        "mended": sampling.evaluation_sampling(DataLoader(mine, 4), 19, ids),
+    }
+
+
+# 4. Replicas that drift.
+
+
+def seeds():
+    rank = dist.get_rank()
+    return {
+        "broken": replicas.same_weights(small_model(seed=rank)),
+        "mended": replicas.same_weights(DistributedDataParallel(small_model(seed=rank))),
+    }
+
+
+def drifting_buffer():
+    torch.manual_seed(dist.get_rank())
+    kept = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    sent = DistributedDataParallel(copy.deepcopy(kept))
+    for net in (kept, sent):
+        net(torch.randn(8, 2))
+    sent.eval()(torch.randn(8, 2))  # sends rank 0's, and changes none
+    return {"broken": replicas.same_buffers(kept), "mended": replicas.same_buffers(sent)}
+
+
+def tampered():
+    ddp = DistributedDataParallel(small_model())
+    loss_of(ddp, ROWS[dist.get_rank() : dist.get_rank() + 4]).backward()
+    mended = replicas.same_gradients(ddp)
+    if dist.get_rank() == 1:
+        next(ddp.parameters()).grad.mul_(1.5)
+    return {"broken": replicas.same_gradients(ddp), "mended": mended}
+
+
+def skipped_backward():
+    """Without synchronisation, rank 1 passes over a batch that it does not like."""
+
+    def step(skip):
+        model = DistributedDataParallel(small_model())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with model.no_sync():
+            loss_of(model, ROWS[0:4]).backward()
+        if skip and dist.get_rank() == 1:
+            optimizer.zero_grad()
+        optimizer.step()
+        return replicas.same_weights(model)
+
+    return {"broken": step(True), "mended": step(False)}
+
+
+def probe():
+    rank = dist.get_rank()
+    broken, mended = small_model(seed=rank), small_model(seed=0)
+    batch = tuple(tensor + rank for tensor in ROWS[0:4])
+    return {
+        "broken": replicas.same_loss(lambda b: loss_of(broken, (b[0], b[1] % 2)), batch),
+        "mended": replicas.same_loss(lambda b: loss_of(mended, (b[0], b[1] % 2)), batch),
+    }
+
+
+# 3. Order.
+
+
+def late_rank():
+    import time
+
+    time.sleep(0.6 * dist.get_rank())
+    broken = order.arrival("wrap", limit_seconds=0.3)
+    dist.barrier()
+    return {"broken": broken, "mended": order.arrival("wrap", limit_seconds=0.3)}
+
+
+# 8. Accumulation under DDP: all-reduces of each micro-batch.
+
+
+def synchronised_too_often():
+    def epoch(with_no_sync):
+        model = DistributedDataParallel(small_model())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with accumulation.recording(model) as events:
+            for _ in range(2):
+                for micro in range(4):
+                    batch = ROWS[4 * micro : 4 * micro + 4]
+                    if with_no_sync and micro < 3:
+                        with model.no_sync():
+                            loss_of(model, batch).backward()
+                    else:
+                        loss_of(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return accumulation.accumulation_calls(events, 4)
+
+    return {"broken": epoch(False), "mended": epoch(True)}
+
+
+# 9. FSDP: a resume that loads the model's own fresh state in place of the file's.
+
+
+class Sharded:
+    """A sharded model, saved and loaded with torch's distributed checkpoints."""
+
+    def __init__(self, loads):
+        from torch.distributed.fsdp import fully_shard
+
+        self.loads, self.number = loads, 0
+        self.model = small_model()
+        fully_shard(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.parts = {"model": self.model, "optimizer": self.optimizer}
+
+    def step(self):
+        batch = ROWS[self.number : self.number + 4]
+        self.number += 1
+        loss_of(self.model, batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self.number
+
+    def save(self, folder):
+        from torch.distributed import checkpoint
+
+        checkpoint.save({"model": self.model.state_dict()}, checkpoint_id=folder)
+        if dist.get_rank() == 0:
+            (folder / "state.json").write_text(
+                json.dumps([self.number, torch.get_rng_state().tolist()])
+            )
+        dist.barrier()
+
+    def load(self, folder):
+        from torch.distributed import checkpoint
+
+        if self.loads == "the file's":
+            state = {"model": self.model.state_dict()}
+            checkpoint.load(state, checkpoint_id=folder)
+        else:  # made after the load, and so never filled from it
+            checkpoint.load({"model": copy.deepcopy(self.model.state_dict())}, checkpoint_id=folder)
+            state = {"model": self.model.state_dict()}
+        self.model.load_state_dict(state["model"])
+        self.number, rng = json.loads((folder / "state.json").read_text())
+        torch.set_rng_state(torch.tensor(rng, dtype=torch.uint8))
+        import random
+
+        import numpy as np
+
+        random.seed(0), np.random.seed(0)
+
+
+def fresh_state():
+    import random
+
+    import numpy as np
+
+    def judged(loads):
+        random.seed(0), np.random.seed(0)
+        folder = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(folder)
+        return resume.resume(lambda: Sharded(loads), Path(folder[0]))
+
+    broken = {finding.check: finding for finding in judged("its own")}
+    mended = judged("the file's")
+    return {"broken": broken["resume: model"], **{f.check: f for f in mended}}
+
+
+# 11. One against many: a mean of each rank's mean.
+
+
+def means_of_means():
+    def updates(weigh):
+        model = DistributedDataParallel(small_model())
+        alone = small_model()
+        ours, one = [], []
+        for start in (0, 8):
+            whole = ROWS[start : start + 5]
+            share = slice(0, 3) if dist.get_rank() == 0 else slice(3, 5)
+            mine = tuple(tensor[share] for tensor in whole)
+            loss = loss_of(model, mine) * (len(mine[0]) * 2 / 5 if weigh else 1.0)
+            for net, value, seen in ((model, loss, ours), (alone, loss_of(alone, whole), one)):
+                net.zero_grad()
+                value.backward()
+                norm = nn.utils.get_total_norm([p.grad for p in net.parameters()])
+                total = sum(gather(float(value))) / 2 if net is model else float(value)
+                seen.append((total, float(norm)))
+                torch.optim.SGD(net.parameters(), 0.1).step()
+        return curve.same_curve(ours, one)
+
+    return {"broken": updates(weigh=False), "mended": updates(weigh=True)}
+
+
+CASES = [
+    strided, same_data, no_set_epoch, padded_evaluation, seeds, drifting_buffer, tampered, skipped_backward, probe,
+    late_rank, synchronised_too_often, fresh_state, means_of_means,
+]  # fmt: skip
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.set_warn_always(True)
+    dist.init_process_group("gloo")
+    results = {}
+    for case in CASES:
+        outcome = case()
+        results[case.__name__] = {
+            key: value.as_dict() if isinstance(value, Finding) else value
+            for key, value in outcome.items()
+        }
+        dist.barrier()
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(results))
+    dist.destroy_process_group()

@@ -1,0 +1,166 @@
+"""The doctor names what is wrong with broken programs on 2 ranks, and its mends work."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, run
+
+from accel_ft.diagnosis.postmortem import post_mortem
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Findings by broken program, of one launch for all of them."""
+    out = tmp_path_factory.mktemp("sick") / "found.json"
+    script = Path(__file__).with_name("sick.py")
+    run(
+        "python",
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        2,
+        "--standalone",
+        script,
+        out,
+    )
+    results: dict[str, dict[str, Any]] = json.loads(out.read_text())
+    return results
+
+
+NAMED = {
+    "same_data": ("sampling", "the ranks read the same rows: 20 on more than one"),
+    "no_set_epoch": ("sampling", "both epochs have one order"),
+    "padded_evaluation": ("sampling", "20 predictions are counted of 19 rows"),
+    "seeds": ("same weights", "4 of 4 differ, on rank 1; the first is 0.weight"),
+    "drifting_buffer": ("same buffers", "2 of 3 differ, on rank 1; the first is 1.running_mean"),
+    "tampered": ("same gradients", "1 of 4 differ, on rank 1; the first is module.0.weight"),
+    "skipped_backward": ("same weights", "on rank 1; the first is module.0.weight"),
+    "probe": ("same loss", "of the same batch the ranks compute"),
+    "late_rank": ("arrival at wrap", "rank 1 comes last"),
+    "synchronised_too_often": ("accumulation", "summed over the ranks up to 4 times an update of 4 micro-batches"),
+    "fresh_state": ("resume: model", "values differ on rank 0, 1"),
+    "means_of_means": ("one against many", "update 1: loss"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", NAMED)
+def test_the_broken_program_is_named_and_the_mend_works(
+    found: dict[str, Any], program: str
+) -> None:
+    check, words = NAMED[program]
+    broken = found[program].pop("broken")
+    assert (broken["check"], words in broken["measured"]) == (check, True), broken
+    assert broken["verdict"] in ("FAIL", "WARN")
+    assert broken["mend"]
+    others = {
+        name: value["verdict"] for name, value in found[program].items() if name != "a rank too few"
+    }
+    assert others
+    assert set(others.values()) == {"PASS"}, found[program]
+
+
+def test_rows_never_read(found: dict[str, Any]) -> None:
+    assert "rows are never read" in found["same_data"]["a rank too few"]["measured"]
+
+
+def test_gradient_strides(found: dict[str, Any]) -> None:
+    """The warning goes with either mend, and not with the hook that is found everywhere."""
+    cases = found["strided"]
+    assert cases["warned"] == [True, True, False, False]
+    assert cases["broken"]["verdict"] == "FAIL"
+    for part in ("0.weight [64, 1, 3, 3]", "(9, 1, 3, 1)", "(9, 9, 3, 1)"):
+        assert part in cases["broken"]["measured"]
+    assert cases["hook that does nothing"]["verdict"] == "FAIL"
+    assert cases["channels_last"]["verdict"] == cases["match_strides"]["verdict"] == "PASS"
+
+
+# Crashes and hangs: ranks that end without a word.
+
+PROGRAM = """
+import ctypes, os, sys, time
+from datetime import timedelta
+from pathlib import Path
+from torch import distributed as dist
+import torch
+from accel_ft.diagnosis.postmortem import Stages
+
+rank = int(os.environ["RANK"])
+fault = sys.argv[2]
+
+def build_model():
+    if rank == 1 and fault == "segmentation fault":
+        ctypes.string_at(0)
+    if rank == 1 and fault == "hidden exit":
+        os._exit(0)
+    if rank == 1 and fault == "exception":
+        raise ValueError("no such layer")
+
+def train():
+    for step in range(4):
+        stage(f"step {step}")
+        if fault == "out of data early" and rank == 1 and step == 2:
+            break
+        if fault == "different collectives" and rank == 1 and step == 2:
+            dist.broadcast(torch.ones(2), 0)
+        if fault == "state dict on rank 0 alone" and step == 2:
+            if rank == 0:
+                dist.all_gather_object([None, None], 0)
+            time.sleep(60)
+        dist.all_reduce(torch.ones(1))
+
+with Stages(Path(sys.argv[1]), rank, limit_seconds=3) as stage:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    stage("model")
+    build_model()
+    train()
+"""
+
+
+def ranks_of(tmp_path: Path, fault: str) -> dict[int, int]:
+    """Start 2 ranks of PROGRAM and return their exit codes."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    processes = []
+    for rank in range(2):
+        environment = os.environ | {
+            "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29471",
+            "PYTHONPATH": str(ROOT),
+        }  # fmt: skip
+        command = [sys.executable, str(program), str(tmp_path / "stages"), fault]
+        processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL))
+    try:
+        return {rank: process.wait(60) for rank, process in enumerate(processes)}
+    finally:
+        for process in processes:
+            process.kill()
+
+
+ENDS = {
+    "nothing": "2 ranks reached their end",
+    "segmentation fault": "rank 1 at stage model at File",
+    "hidden exit": "rank 1 at stage model, ended without a word with exit code 0",
+    "exception": "ValueError: no such layer",
+    "out of data early": "rank 1 had reached its end before",
+    "different collectives": "rank 1 at stage step 2",
+    "state dict on rank 0 alone": "a hang: rank 0 at stage step 2",
+}
+
+
+@pytest.mark.parametrize("fault", ENDS)
+def test_who_ended_where(tmp_path: Path, fault: str) -> None:
+    codes = ranks_of(tmp_path, fault)
+    finding = post_mortem(tmp_path / "stages", 2, codes)
+    assert ENDS[fault] in finding.measured, (finding, codes)
+    assert (finding.verdict == "PASS") == (fault == "nothing")
+    if fault == "segmentation fault":
+        assert "in build_model" in finding.measured
+        assert signal.Signals(-codes[1]).name == "SIGSEGV"
+        assert "ended by SIGSEGV" in finding.measured
+    if "step 2" in ENDS[fault]:
+        assert "in train" in finding.measured

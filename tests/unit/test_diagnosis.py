@@ -1,0 +1,438 @@
+"""The doctor's checks on one process: each with a program that is broken as it happened, and the mend."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from accel_ft.diagnosis import (
+    accumulation,
+    fit,
+    learning,
+    machine,
+    order,
+    replicas,
+    resume,
+    tensors,
+)
+from accel_ft.diagnosis.finding import Finding, table
+
+ROWS = TensorDataset(torch.arange(40.0).reshape(20, 2) / 40, torch.arange(20) % 2)
+
+
+def small_model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def loss_of(model: nn.Module, batch) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def caught(finding: Finding, *words: str) -> None:
+    assert finding.verdict in ("FAIL", "WARN"), finding
+    assert finding.mend
+    for word in words:
+        assert word in finding.measured, finding
+
+
+def well(finding: Finding) -> None:
+    assert finding.verdict == "PASS", finding
+    assert not finding.mend
+
+
+def test_table() -> None:
+    findings = [Finding("a", "PASS", "1"), Finding("bcd", "FAIL", "2", "do this")]
+    assert table(findings).splitlines() == [
+        "a    PASS  1", "bcd  FAIL  2", "           mend: do this",
+    ]  # fmt: skip
+
+
+# 3. Order of construction.
+
+
+def test_loader_before_the_process_group(tmp_path: Path) -> None:
+    def build(loader_first: bool) -> Finding:
+        with order.construction() as log:
+            if loader_first:
+                DataLoader(ROWS, batch_size=2)
+            torch.distributed.init_process_group(
+                "gloo", init_method=f"file://{tmp_path}/{loader_first}", rank=0, world_size=1
+            )
+            if not loader_first:
+                DataLoader(ROWS, batch_size=2)
+        try:
+            return order.construction_order(log, num_ranks=2)
+        finally:
+            torch.distributed.destroy_process_group()
+
+    caught(build(True), "1 DataLoader built before the process group")
+    well(build(False))
+    assert order.construction_order(order.Construction(), 1).verdict == "SKIP"
+
+
+def test_optimizer_before_wrapping() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for module in model:  # what FSDP does: other parameters under the same names
+        for name, p in list(module.named_parameters()):
+            setattr(module, name, nn.Parameter(p.detach().clone()))
+    finding = order.optimizer_holds_model(model, optimizer)
+    caught(
+        finding,
+        "holds 4 tensors the model no longer has, and not: 0.weight, 0.bias, 2.weight and 1 more",
+    )
+    well(order.optimizer_holds_model(model, torch.optim.SGD(model.parameters(), 0.1)))
+
+
+# 4. Parameters without a gradient.
+
+
+def test_unused_parameters() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(2, 2), "forgotten": nn.Linear(2, 2)})
+    finding = replicas.used_parameters(model, lambda: model["used"](ROWS[:4][0]).sum())
+    caught(finding, "2 of 4 get no gradient: forgotten.weight, forgotten.bias")
+    model["forgotten"].requires_grad_(False)
+    well(replicas.used_parameters(model, lambda: model["used"](ROWS[:4][0]).sum()))
+
+
+# 7. Tensors that do not belong.
+
+
+class Encoded(Dataset):
+    """Rows that are encoded by a module of the data set's own, or kept on a device."""
+
+    def __init__(self, encoder=None, device: str = "cpu") -> None:
+        self.encoder, self.rows = encoder, torch.zeros(4, 2, device=device)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, row: int):
+        return {"x": self.rows[row]}
+
+
+def test_device_tensors_in_workers() -> None:
+    """ "meta" stands for CUDA here: any device that is not the CPU."""
+    loader = DataLoader(Encoded(device="meta"), num_workers=2)
+    caught(tensors.dataset_tensors(loader), "sample['x'] on meta", "with 2 workers")
+    assert tensors.dataset_tensors(loader).verdict == "FAIL"
+    assert tensors.dataset_tensors(DataLoader(Encoded(device="meta"))).verdict == "WARN"
+    well(tensors.dataset_tensors(DataLoader(Encoded(), num_workers=2)))
+
+
+def test_copies_in_spawned_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "LARGE_BYTES", 16)
+    rows = Encoded()
+    loader = DataLoader(rows, num_workers=2, multiprocessing_context="spawn")
+    caught(tensors.dataset_tensors(loader), "dataset.rows", "copied into each of 2 workers")
+    rows.rows.share_memory_()
+    well(tensors.dataset_tensors(loader))
+
+
+def test_encoder_in_data_set_and_model() -> None:
+    import copy
+
+    encoder = nn.Linear(2, 2)
+    model = nn.Sequential(encoder, nn.Linear(2, 2))
+    caught(
+        tensors.shared_modules(Encoded(encoder), model),
+        "2 of the model's parameters: 0.weight, 0.bias",
+    )
+    well(tensors.shared_modules(Encoded(copy.deepcopy(encoder)), model))
+
+
+def test_views_and_ties() -> None:
+    views, ties = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
+    views[1].weight = nn.Parameter(views[0].weight.data.T)
+    caught(tensors.aliased_parameters(views), "views of one memory: 0.weight = 1.weight")
+    ties[1].weight = ties[0].weight
+    assert tensors.aliased_parameters(ties).verdict == "WARN"
+    caught(tensors.aliased_parameters(ties), "tied: 0.weight = 1.weight")
+    well(tensors.aliased_parameters(small_model()))
+
+
+def test_in_place() -> None:
+    class Sick(nn.Module):
+        def __init__(self, where: str) -> None:
+            super().__init__()
+            self.where, self.linear = where, nn.Linear(2, 2)
+
+        def forward(self, x):
+            if self.where == "parameter":
+                with torch.no_grad():
+                    self.linear.weight.mul_(0.9)
+            y = self.linear(x).exp()
+            if self.where == "activation":
+                y += 1
+            if self.where == "mended":
+                y = y + 1
+            return y
+
+    def finding(where: str) -> Finding:
+        model = Sick(where)
+        return tensors.in_place(model, lambda: model(ROWS[:4][0]).sum())
+
+    with pytest.warns(UserWarning, match="Error detected"):
+        caught(finding("activation"), "modified by an inplace operation")
+    caught(finding("parameter"), "changes parameters: linear.weight")
+    well(finding("mended"))
+
+
+# 8. Accumulation.
+
+
+def epoch(
+    num_batches: int, k: int, schedule_each: bool = False, flush: bool = False, clear: bool = True
+) -> list[str]:
+    """What a loop does that steps after each k-th of `num_batches`."""
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    with accumulation.recording() as events:
+        for number in range(1, num_batches + 1):
+            loss_of(model, ROWS[number : number + 2]).backward()
+            if schedule_each:
+                scheduler.step()
+            if number % k == 0 or (flush and number == num_batches):
+                optimizer.step()
+                if not schedule_each:
+                    scheduler.step()
+                if clear:
+                    optimizer.zero_grad()
+    return events
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_what_a_loop_calls() -> None:
+    well(accumulation.accumulation_calls(epoch(8, 4), 4))
+    caught(
+        accumulation.accumulation_calls(epoch(9, 4), 4), "ends with 1 backward passes and no step",
+    )  # fmt: skip
+    short = accumulation.accumulation_calls(epoch(9, 4, flush=True), 4)
+    caught(short, "3 updates of 1, 4 micro-batches: a short last block")
+    caught(
+        accumulation.accumulation_calls(epoch(8, 4, schedule_each=True), 4),
+        "the scheduler is stepped 4 times an update",
+    )
+    caught(
+        accumulation.accumulation_calls(epoch(8, 4, clear=False), 4),
+        "1 updates begin with the gradients of the one before",
+    )
+
+
+def test_a_prepared_scheduler_steps_for_each_process() -> None:
+    """As accelerate does it: `num_processes` times an update."""
+    events = ["backward", "step", "clear", "schedule", "schedule"] * 3
+    caught(accumulation.accumulation_calls(events, 1), "stepped 2 times an update")
+
+
+def test_accumulated_gradient() -> None:
+    model = small_model()
+    micro = [ROWS[start : start + 4] for start in (0, 4, 8, 12)]
+
+    def in_the_manner_of_trainer() -> None:
+        for batch in micro:
+            loss_of(model, batch).backward()
+
+    def mended() -> None:
+        for batch in micro:
+            (loss_of(model, batch) * len(batch[0]) / 16).backward()
+
+    def whole() -> None:
+        loss_of(model, ROWS[:16]).backward()
+
+    finding = accumulation.accumulated_gradient(model, in_the_manner_of_trainer, whole)
+    caught(finding, "4.0000 times that of the whole batch")
+    well(accumulation.accumulated_gradient(model, mended, whole))
+    uneven = [ROWS[:6], ROWS[6:8]]
+
+    def mean_of_means() -> None:
+        for batch in uneven:
+            (loss_of(model, batch) / 2).backward()
+
+    finding = accumulation.accumulated_gradient(
+        model, mean_of_means, lambda: loss_of(model, ROWS[:8]).backward()
+    )
+    caught(finding, "in another direction")
+    assert all(p.grad is None for p in model.parameters())
+
+
+# 9. A checkpoint that does not come back.
+
+
+class Job:
+    """A training loop with every part a checkpoint needs, and faults to choose from."""
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault, self.epoch, self.batch = fault, 0, 0
+        self.model = small_model()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 0.1)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: 1 / (1 + step)
+        )
+        self.scaler = torch.amp.GradScaler("cpu", growth_interval=1)
+        self.parts = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "scaler": self.scaler,
+        }
+
+    def step(self):
+        order = torch.randperm(20, generator=torch.Generator().manual_seed(self.epoch))
+        rows = order[4 * self.batch : 4 * self.batch + 4]
+        x, y = ROWS[rows]
+        x = nn.functional.dropout(x, 0.5)
+        self.scaler.scale(loss_of(self.model, (x, y))).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        self.epoch, self.batch = divmod(5 * self.epoch + self.batch + 1, 5)
+        return rows.tolist()
+
+    def save(self, folder: Path) -> None:
+        state = {name: part.state_dict() for name, part in self.parts.items() if name != self.fault}
+        if self.fault != "random numbers":
+            state["random"] = resume.random_state()
+        torch.save(state | {"epoch": self.epoch, "batch": self.batch}, folder / "state.pt")
+
+    def load(self, folder: Path) -> None:
+        import random
+
+        state = torch.load(folder / "state.pt", weights_only=False)
+        for name, part in self.parts.items():
+            if name in state:
+                part.load_state_dict(state[name])
+        if "random" in state:
+            random.setstate(state["random"]["python"])
+            np.random.set_state(state["random"]["numpy"])
+            torch.set_rng_state(state["random"]["torch"])
+        self.epoch, self.batch = state["epoch"], state["batch"]
+        if self.fault == "position in the data":  # goes on at the next epoch
+            self.epoch, self.batch = self.epoch + 1, 0
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["", "model", "optimizer", "scheduler", "scaler", "random numbers", "position in the data"],
+)
+def test_resume(tmp_path: Path, fault: str) -> None:
+    findings = {finding.check: finding for finding in resume.resume(lambda: Job(fault), tmp_path)}
+    parts = ("model", "optimizer", "scheduler", "scaler", "random numbers", "position in the data")
+    for part in parts:
+        assert (findings[f"resume: {part}"].verdict == "FAIL") == (part == fault), findings
+    assert (findings["resume: the next update"].verdict == "PASS") == (fault == ""), findings
+    if fault:
+        caught(findings[f"resume: {fault}"])
+
+
+# 10. Learning at all.
+
+
+def test_initial_loss() -> None:
+    well(learning.initial_loss(1.39, 4))
+    caught(learning.initial_loss(44.4, 4), "44.4000, ln(4) is 1.3863")  # a sum in place of a mean
+    caught(learning.initial_loss(math.nan, 4))
+    caught(learning.initial_loss(0.01, 4))
+    well(learning.initial_loss(0.01, 4, is_fresh=False))
+
+
+def test_gradient_norms() -> None:
+    model = small_model()
+    caught(learning.gradient_norms(model), "no parameter has a gradient")
+    loss_of(model, ROWS[:8]).backward()
+    well(learning.gradient_norms(model))
+    model[0].weight.grad.zero_()
+    caught(learning.gradient_norms(model), "zero: 0.weight")
+    model[2].bias.grad.fill_(math.inf)
+    caught(learning.gradient_norms(model), "not finite: 2.bias")
+
+
+def test_overfits() -> None:
+    def trained(rate: float, shuffled: bool) -> Finding:
+        model = small_model()
+        optimizer = torch.optim.AdamW(model.parameters(), rate)
+        generator = torch.Generator().manual_seed(0)
+
+        def step() -> float:
+            x, y = ROWS[:8][0], torch.arange(8) // 4
+            if shuffled:  # labels that do not belong to their rows
+                y = y[torch.randperm(8, generator=generator)]
+            loss = loss_of(model, (10 * x, y))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.item()
+
+        return learning.overfits(step, steps=300)
+
+    well(trained(0.1, shuffled=False))
+    caught(trained(1e-6, shuffled=False), "not below 0.1")
+    caught(trained(0.1, shuffled=True), "in 300 updates")
+
+
+def test_varied_predictions() -> None:
+    well(learning.varied_predictions(torch.eye(4).repeat(4, 1)))
+    caught(learning.varied_predictions(torch.tensor([[1.0, 0.0]] * 9)), "[9, 0]: one class for all")
+
+
+# 12. Will it fit.
+
+
+def test_activations_are_counted() -> None:
+    """x [4, 2] is no activation of its own making; tanh keeps [4, 8], used twice; cross-entropy keeps its input."""
+    model = small_model()
+    few, many = (fit.activation_bytes(lambda n=n: loss_of(model, ROWS[:n]), model) for n in (4, 16))
+    assert 4 * 8 * 4 < few < many
+    assert many == pytest.approx(4 * few, rel=0.2)
+
+
+def test_will_it_fit() -> None:
+    wanted = fit.Need(400, 400, 800, activations=100, rows=1, largest_layer=50)
+    well(fit.will_it_fit(wanted, "ddp", 2, capacity=4000, rows=8))
+    finding = fit.will_it_fit(wanted, "ddp", 2, capacity=2000, rows=8)
+    caught(finding, "largest micro-batch 2")
+    assert finding.mend.startswith("fsdp: it needs")
+    finding = fit.will_it_fit(wanted, "none", 1, capacity=2000, rows=32)
+    assert "none with per_device_train_batch_size 2" in finding.mend
+    assert fit.will_it_fit(wanted, "ddp", 2, capacity=100, rows=8).verdict == "WARN"
+    assert "ddp would fit too" in fit.will_it_fit(wanted, "fsdp", 2, capacity=4000, rows=8).measured
+
+
+# 13. The machine.
+
+
+def test_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    well(machine.versions())
+    well(machine.devices(cpu, "no"))
+    assert machine.links(cpu).verdict == machine.clocks().verdict == "SKIP"
+    well(machine.disk(tmp_path / "run", 1))
+    caught(machine.disk(tmp_path / "run", 2**60), "MiB free")
+    assert machine.hub(True, lambda: True).verdict == "SKIP"
+    well(machine.hub(False, lambda: True))
+    caught(machine.hub(False, lambda: False), "cannot be reached")
+    monkeypatch.setattr(machine, "OPEN_FILES", 2**60)
+    caught(machine.limits(), "open files")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    caught(machine.devices(cpu, "bf16"), "bf16 is imitated here")
+
+
+def test_loader_speed() -> None:
+    import time
+
+    def batches(seconds: float):
+        for _ in range(8):
+            time.sleep(seconds)
+            yield None
+
+    starved = machine.loader_speed(batches(0.02), lambda _: time.sleep(0.002), torch.device("cpu"))
+    caught(starved, "ms to come")
+    well(machine.loader_speed(batches(0.0), lambda _: time.sleep(0.02), torch.device("cpu")))
