@@ -10,6 +10,7 @@ import os
 import sys
 import types
 import typing
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
@@ -177,6 +178,8 @@ class TrainConfig(DataConfig):
     ddp_timeout: int = Field(300, ge=5)
     """Seconds after which a rank that does not come counts as lost. Waiting for rank 0 to tokenise
     or save is not limited."""
+    preflight: Literal["auto", "off"] = "auto"
+    """Check versions, device, limits, optimizer and replicas before the first update."""
     profile: bool = False
     """Leave a trace of updates 6 to 10 of this start in <output_dir>/profile, by torch.profiler."""
     dataloader_num_workers: int = Field(0, ge=0)
@@ -208,6 +211,16 @@ class TrainConfig(DataConfig):
                         "train_file or dataset_name"
                     ),
                 )
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # `json` is also a method, a leftover of pydantic 1
+
+    class DoctorConfig(TrainConfig):
+        """Keys of `accel_ft.doctor`: those of a job, and where to write what was found."""
+
+        json: Path | None = None  # type: ignore[assignment]
+        """Write the findings to this JSON file."""
 
 
 class EvaluateConfig(DataConfig):

@@ -85,7 +85,8 @@ def run_command(main: Callable[[], None]) -> None:
             if os.environ.get("RANK", "0") != "0":  # all ranks alike
                 sys.exit(EXIT_PREEMPTED)
         _let_rank_0_speak_first()
-        print(f"{'' if preempted else 'error: '}{error}", file=sys.stderr, flush=True)
+        words = [f"{'' if preempted else 'error: '}{error}", *getattr(error, "__notes__", [])]
+        print("\n".join(words), file=sys.stderr, flush=True)
         sys.exit(getattr(error, "exit_code", EXIT_USER_ERROR))
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr, flush=True)

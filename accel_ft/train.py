@@ -11,14 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from accel_ft.config import TrainConfig, parse
-from accel_ft.errors import ConfigError, run_command
+from accel_ft.errors import ConfigError, RankError, UserError, run_command
 
 logger = logging.getLogger("accel_ft.train")  # run with -m, its name is __main__
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Read the configuration, train or resume, and say where the model is."""
-    fit(parse(TrainConfig, argv, "train"))
+    config = parse(TrainConfig, argv, "train")
+    try:
+        fit(config)
+    except Exception as error:
+        if isinstance(error, RankError) or not isinstance(error, UserError):
+            error.add_note(
+                "`-m accel_ft.doctor` in place of `-m accel_ft.train` finds what is wrong with a "
+                "set-up"
+            )
+        raise
 
 
 def fit(config: TrainConfig) -> None:
@@ -34,6 +43,7 @@ def fit(config: TrainConfig) -> None:
         InitProcessGroupKwargs,
     )
 
+    from accel_ft.diagnosis.job import preflight
     from accel_ft.engine.build import build, is_finished, start_or_resume
     from accel_ft.engine.loop import train
     from accel_ft.model import dropout
@@ -68,6 +78,8 @@ def fit(config: TrainConfig) -> None:
             logger.info("%s is finished: nothing to do", config.output_dir)
         else:
             try:
+                if config.preflight == "auto":
+                    preflight(run)
                 start_or_resume(run)
                 with dropout.on_cpu(accelerator.device):
                     train(run)

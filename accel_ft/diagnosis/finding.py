@@ -78,9 +78,14 @@ def listed(names: Sequence[Any], limit: int = 3) -> str:
     return words + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def table(findings: Sequence[Finding]) -> str:
-    """Return the findings as lines to read, the mend under what it mends."""
-    width = max((len(finding.check) for finding in findings), default=0)
+def table(findings: Sequence[Finding], width: int = 0) -> str:
+    """Return the findings as lines to read, the mend under what it mends.
+
+    Args:
+        findings: of some checks.
+        width: least of the first column, in characters.
+    """
+    width = max([width, *(len(finding.check) for finding in findings)])
     lines = []
     for finding in findings:
         lines.append(f"{finding.check:{width}}  {finding.verdict:4}  {finding.measured}")

@@ -162,7 +162,7 @@ def _place(order: list[str], strategy: str) -> int:
     return order.index(strategy) if strategy in order else len(order)
 
 
-def state(strategy: Any) -> str:
+def name_of(strategy: Any) -> str:
     """Return this module's name for one of accelerate's strategies (a DistributedType)."""
     name = str(getattr(strategy, "value", strategy))
     return "fsdp" if name == "FSDP" else "none" if name == "NO" else "ddp"

@@ -172,10 +172,11 @@ def clocks() -> Finding:
     return passed(check, f"less than {max(spread, 0.001):.3f} s apart")
 
 
-def hub(offline: bool, reachable: Callable[[], bool]) -> Finding:
+def hub(needed: bool, offline: bool, reachable: Callable[[], bool]) -> Finding:
     """Say whether the Hub can be reached.
 
     Args:
+        needed: whether the job names a model or data set that is no folder or file.
         offline: whether HF_HUB_OFFLINE is set.
         reachable: asks it, within a few seconds.
     """
@@ -184,6 +185,8 @@ def hub(offline: bool, reachable: Callable[[], bool]) -> Finding:
         return skipped(check, "HF_HUB_OFFLINE is set: models and data come from disk")
     if reachable():
         return passed(check, "can be reached")
+    if not needed:
+        return passed(check, "cannot be reached, and the job needs nothing of it")
     return warned(
         check, "cannot be reached", "models and data from folders and files, and HF_HUB_OFFLINE=1"
     )

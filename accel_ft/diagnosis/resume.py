@@ -25,7 +25,7 @@ class Job(Protocol):
         parts: by name, objects with `state_dict()`: model, optimizer, scheduler, scaler.
     """
 
-    parts: Mapping[str, Any]
+    parts: dict[str, Any]
 
     def step(self) -> Any:
         """Do one update; return what tells its samples apart (their ids), or None."""

@@ -16,7 +16,7 @@ import torch
 
 from accel_ft.diagnosis.finding import Finding, Verdict, failed, gather, listed, passed, warned
 
-CHECK = "sampling"
+TRAINING, EVALUATION = "training rows", "evaluation rows"
 SHARD = (
     "accelerator.prepare(loader), or DataLoader(sampler=DistributedSampler(dataset)), after the "
     "process group exists"
@@ -67,11 +67,11 @@ def training_sampling(
     for epoch in range(2):
         before_epoch(epoch)
         epochs.append(gather([name for batch in loader for name in ids(batch)]))
-    finding = _coverage(epochs[0], num_samples)
+    finding = _coverage(TRAINING, epochs[0], num_samples)
     same_order = epochs[0] == epochs[1] and num_samples > len(epochs[0])
     if finding.verdict is not Verdict.FAIL and same_order:
         return failed(
-            CHECK,
+            TRAINING,
             "both epochs have one order",
             "loader.sampler.set_epoch(epoch) before each epoch, or shuffle=True",
         )
@@ -89,11 +89,11 @@ def evaluation_sampling(
         ids: names of the rows of a batch whose predictions are counted.
     """
     ranks = gather([name for batch in loader for name in ids(batch)])
-    finding = _coverage(ranks, num_samples)
+    finding = _coverage(EVALUATION, ranks, num_samples)
     counted = sum(map(len, ranks))
     if finding.verdict is not Verdict.FAIL and counted > num_samples:
         return failed(
-            CHECK,
+            EVALUATION,
             f"{counted} predictions are counted of {num_samples} rows: what makes the ranks even "
             f"counts twice ({finding.measured})",
             "give each row its number, gather (number, prediction), and count each number once",
@@ -101,7 +101,7 @@ def evaluation_sampling(
     return finding
 
 
-def _coverage(ranks: list[list[Any]], num_samples: int) -> Finding:
+def _coverage(check: str, ranks: list[list[Any]], num_samples: int) -> Finding:
     sizes = [len(rank) for rank in ranks]
     counts = Counter(name for rank in ranks for name in rank)
     owners = Counter(name for rank in ranks for name in set(rank))
@@ -110,18 +110,18 @@ def _coverage(ranks: list[list[Any]], num_samples: int) -> Finding:
     about = f"rows of each rank {listed(sizes, 8)}; {len(counts)} different ones of {num_samples}"
     if len(ranks) > 1 and len(shared) > max(len(ranks), num_samples // 10):
         return failed(
-            CHECK, f"the ranks read the same rows: {len(shared)} on more than one; {about}", SHARD
+            check, f"the ranks read the same rows: {len(shared)} on more than one; {about}", SHARD
         )
     if len(counts) < num_samples:
         return failed(
-            CHECK,
+            check,
             f"{num_samples - len(counts)} rows are never read, or equal another; {about}",
             "drop_last=False, and a sampler that covers the data set; rows that are equal: "
             "give them ids",
         )
     if twice:
         return warned(
-            CHECK, f"{twice} rows are read twice to make the ranks even; {about}", "give them "
+            check, f"{twice} rows are read twice to make the ranks even; {about}", "give them "
             "weight 0; in an evaluation count each row once",
         )  # fmt: skip
-    return passed(CHECK, about)
+    return passed(check, about)

@@ -7,6 +7,7 @@ import math
 from functools import partial
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, set_seed
 
@@ -111,6 +112,29 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     )
 
 
+def plain_model(
+    config: TrainConfig, device: torch.device, label_names: list[str], tokenizer: Any
+) -> tuple[Any, list[str]]:
+    """Load the job's model, not wrapped yet, with the same new head on every rank.
+
+    Args:
+        device: that it will train on; it is on the CPU yet.
+
+    Returns:
+        The model, and the names of the parameters that were drawn anew.
+    """
+    set_seed(config.seed)
+    folder = load.resolve(config.model_name_or_path)
+    labels = dict(enumerate(label_names))
+    model_config = load.load_model_config(
+        folder,
+        id2label=labels,
+        label2id={label: label_id for label_id, label in labels.items()},
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return load.load_for_training(folder, model_config, device)
+
+
 def _build_model(
     config: TrainConfig,
     accelerator: Accelerator,
@@ -120,16 +144,7 @@ def _build_model(
     num_steps: int,
 ) -> tuple[Any, Any, Any]:
     """Return model and optimizer, prepared, and the schedule."""
-    set_seed(config.seed)  # the same new head on every rank
-    folder = load.resolve(config.model_name_or_path)
-    labels = dict(enumerate(splits.label_names))
-    model_config = load.load_model_config(
-        folder,
-        id2label=labels,
-        label2id={label: label_id for label_id, label in labels.items()},
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model, drawn = load.load_for_training(folder, model_config, accelerator.device)
+    model, drawn = plain_model(config, accelerator.device, splits.label_names, tokenizer)
     if drawn and config.resume_from_checkpoint is None:
         logger.info("not in the pretrained weights, drawn anew: %s", ", ".join(drawn))
     optimizer = make_optimizer(model, scaled_learning_rate(config), config.weight_decay)

@@ -1,7 +1,9 @@
-"""The loop: one pass of the outer `for` is one update of the weights."""
+"""The loop: `train` is the run, `update` one update of the weights."""
 
+from collections.abc import Iterator
 from itertools import islice
 
+from accel_ft.data.loader import Batch
 from accel_ft.engine.clip import clip
 from accel_ft.engine.nonfinite import all_finite, may_skip, passes_over
 from accel_ft.engine.run import Run
@@ -10,32 +12,36 @@ from accel_ft.engine.step import forward, weighted_loss
 
 def train(run: Run) -> None:
     """Train from update `run.step` to the last one, then leave the final model."""
-    accelerator, model, optimizer = run.accelerator, run.model, run.optimizer
-    max_grad_norm = run.config.max_grad_norm or float("inf")
     micro_batches = run.start()
-    model.train()
+    run.model.train()
     while run.step < run.num_steps:
-        if passes_over(run, micro_batches):
-            continue
-        # The weight of the whole global batch is known from the plan, without asking the other
-        # ranks. The factor cancels what is divided by later: accumulation steps in `backward`,
-        # ranks in the gradient all-reduce.
-        scale = run.num_micro_batches / run.global_weight(run.step)
-        for batch in islice(micro_batches, run.accumulation_steps):
-            with accelerator.accumulate(model):
-                logits = forward(model, batch)
-                loss = weighted_loss(
-                    logits, batch["labels"], batch["weights"], run.config.label_smoothing_factor
-                )
-                accelerator.backward(loss * scale)
-            run.add_loss(loss, batch)
-        grad_norm = clip(accelerator, model, optimizer, max_grad_norm)
-        healthy = all_finite(run, grad_norm)  # on every rank, before the weights move
-        if healthy:
-            optimizer.step()
-        optimizer.zero_grad()
-        if healthy or may_skip(run):
-            run.after_update()
-        else:
-            micro_batches = run.restart()
+        micro_batches = update(run, micro_batches)
     run.finish()
+
+
+def update(run: Run, micro_batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Do one update, and what is due after it; return the micro-batches that follow."""
+    accelerator, model, optimizer = run.accelerator, run.model, run.optimizer
+    if passes_over(run, micro_batches):
+        return micro_batches
+    # The weight of the whole global batch is known from the plan, without asking the other ranks.
+    # The factor cancels what is divided by later: accumulation steps in `backward`, ranks in the
+    # gradient all-reduce.
+    scale = run.num_micro_batches / run.global_weight(run.step)
+    for batch in islice(micro_batches, run.accumulation_steps):
+        with accelerator.accumulate(model):
+            logits = forward(model, batch)
+            loss = weighted_loss(
+                logits, batch["labels"], batch["weights"], run.config.label_smoothing_factor
+            )
+            accelerator.backward(loss * scale)
+        run.add_loss(loss, batch)
+    grad_norm = clip(accelerator, model, optimizer, run.config.max_grad_norm or float("inf"))
+    healthy = all_finite(run, grad_norm)  # on every rank, before the weights move
+    if healthy:
+        optimizer.step()
+    optimizer.zero_grad()
+    if healthy or may_skip(run):
+        run.after_update()
+        return micro_batches
+    return run.restart()

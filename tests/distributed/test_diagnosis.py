@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT, launch, run
 
 from accel_ft.diagnosis.postmortem import post_mortem
 
@@ -34,9 +34,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 
 NAMED = {
-    "same_data": ("sampling", "the ranks read the same rows: 20 on more than one"),
-    "no_set_epoch": ("sampling", "both epochs have one order"),
-    "padded_evaluation": ("sampling", "20 predictions are counted of 19 rows"),
+    "same_data": ("training rows", "the ranks read the same rows: 20 on more than one"),
+    "no_set_epoch": ("training rows", "both epochs have one order"),
+    "padded_evaluation": ("evaluation rows", "20 predictions are counted of 19 rows"),
     "seeds": ("same weights", "4 of 4 differ, on rank 1; the first is 0.weight"),
     "drifting_buffer": ("same buffers", "2 of 3 differ, on rank 1; the first is 1.running_mean"),
     "tampered": ("same gradients", "1 of 4 differ, on rank 1; the first is module.0.weight"),
@@ -78,6 +78,20 @@ def test_gradient_strides(found: dict[str, Any]) -> None:
         assert part in cases["broken"]["measured"]
     assert cases["hook that does nothing"]["verdict"] == "FAIL"
     assert cases["channels_last"]["verdict"] == cases["match_strides"]["verdict"] == "PASS"
+
+
+@pytest.mark.parametrize("config", ["cpu_ddp.yaml", "cpu_fsdp2.yaml"])
+def test_healthy_ranks(tmp_path: Path, config: str) -> None:
+    file = tmp_path / "found.json"
+    words = ["-m", "accel_ft.doctor", "--output_dir", tmp_path / "runs" / "x", "--json", file]
+    done = launch(config, "--mixed_precision", "no", *words)
+    verdicts = {finding["check"]: finding["verdict"] for finding in json.loads(file.read_text())}
+    assert set(verdicts.values()) == {"PASS", "SKIP"}, done.stdout
+    skipped = {check for check, verdict in verdicts.items() if verdict == "SKIP"}
+    if "fsdp" in config:
+        assert skipped == {"Hub", "same weights at the start", "same weights at the end"}
+    else:
+        assert skipped == {"Hub"}
 
 
 # Crashes and hangs: ranks that end without a word.

@@ -415,9 +415,10 @@ def test_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.links(cpu).verdict == machine.clocks().verdict == "SKIP"
     well(machine.disk(tmp_path / "run", 1))
     caught(machine.disk(tmp_path / "run", 2**60), "MiB free")
-    assert machine.hub(True, lambda: True).verdict == "SKIP"
-    well(machine.hub(False, lambda: True))
-    caught(machine.hub(False, lambda: False), "cannot be reached")
+    assert machine.hub(True, True, lambda: True).verdict == "SKIP"
+    well(machine.hub(True, False, lambda: True))
+    well(machine.hub(False, False, lambda: False))
+    caught(machine.hub(True, False, lambda: False), "cannot be reached")
     monkeypatch.setattr(machine, "OPEN_FILES", 2**60)
     caught(machine.limits(), "open files")
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)

@@ -1,0 +1,414 @@
+"""The checks on a job of accel_ft, with a few of its rows, under the strategy it is launched with.
+
+`examine` is the doctor's whole examination; `preflight` the part of it that every run begins with.
+"""
+
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import DataLoaderConfiguration, InitProcessGroupKwargs
+from torch import nn
+
+from accel_ft.config import TrainConfig
+from accel_ft.data.loader import Batch, Batches, collate, make_loader
+from accel_ft.diagnosis import (
+    accumulation,
+    curve,
+    fit,
+    learning,
+    machine,
+    order,
+    replicas,
+    resume,
+    sampling,
+    strides,
+    tensors,
+)
+from accel_ft.diagnosis.finding import Finding, Verdict, gather, skipped
+from accel_ft.diagnosis.sample import write_sample
+from accel_ft.engine.build import build, plain_model, start_or_resume
+from accel_ft.engine.loop import train, update
+from accel_ft.engine.run import Run
+from accel_ft.engine.step import forward, weighted_loss
+from accel_ft.errors import LaunchError
+from accel_ft.model.optim import make_optimizer, make_scheduler, scaled_learning_rate
+from accel_ft.runtime.hub import hub_reachable
+from accel_ft.runtime.launch import make_accelerator
+from accel_ft.runtime.logging import progress_bar, read_events
+from accel_ft.runtime.watch import Watch
+
+logger = logging.getLogger(__name__)
+
+UPDATES = 4
+LIMIT_SECONDS = 60
+ROWS = 256
+LEARNT_ROWS, LEARNT_TOKENS = 64, 32
+TOLERANCE = {"no": 1e-4, "bf16": 0.05, "fp16": 0.05}
+
+
+def preflight(run: Run) -> None:
+    """Make the cheap checks of a run that is about to start. Collective.
+
+    Raises:
+        LaunchError: naming what is wrong.
+    """
+    findings = [
+        machine.versions(),
+        machine.devices(run.accelerator.device, run.accelerator.mixed_precision),
+        machine.limits(run.config.dataloader_num_workers),
+        order.optimizer_holds_model(run.model, run.optimizer),
+    ]
+    if not run.accelerator.is_fsdp2 and run.accelerator.num_processes > 1:
+        findings += [replicas.same_weights(run.model), replicas.same_buffers(run.model)]
+    for finding in findings:
+        if finding.verdict is Verdict.WARN and run.accelerator.is_main_process:
+            logger.warning("%s: %s. Mend: %s", finding.check, finding.measured, finding.mend)
+    faults = [finding for finding in findings if finding.verdict is Verdict.FAIL]
+    if faults:
+        raise LaunchError(
+            "\n  ".join(f"{f.check}: {f.measured}. Fix: {f.mend}" for f in faults)
+            + "\n  (`-m accel_ft.doctor` in place of `-m accel_ft.train` examines the whole)"
+        )
+
+
+def examine(config: TrainConfig) -> Iterator[Finding]:
+    """Yield the findings of the whole examination, the same on every rank. Collective.
+
+    Args:
+        config: the job; where it names no rows, one of the doctor's own takes its place. Runs of a
+            few updates are written beside its output_dir, and removed.
+    """
+    with order.construction() as log:
+        accelerator = make_accelerator(
+            dataloader_config=DataLoaderConfiguration(non_blocking=True),
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=LIMIT_SECONDS + 30))],
+        )
+        yield machine.versions()
+        yield machine.devices(accelerator.device, accelerator.mixed_precision)
+        yield machine.limits(config.dataloader_num_workers)
+        yield machine.clocks()
+        offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+        yield machine.hub(_needs_hub(config), offline, hub_reachable)
+        yield machine.links(accelerator.device)
+        name = gather(f".doctor-{secrets.token_hex(4)}")[0]
+        folder = config.output_dir.absolute().parent / name
+        rank, num_ranks = accelerator.process_index, accelerator.num_processes
+        try:
+            with Watch(folder / "ranks", rank, num_ranks, LIMIT_SECONDS) as watch:
+                yield order.arrival("start")
+                yield from _on_the_job(_probe(config, folder, watch), log, watch, folder)
+                watch.wait()
+        finally:
+            if accelerator.is_main_process:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _names_no_rows(config: TrainConfig) -> bool:
+    return config.train_file is None and config.dataset_name is None
+
+
+def _needs_hub(config: TrainConfig) -> bool:
+    if _names_no_rows(config):
+        return False
+    names = [name for name in (config.dataset_name, config.model_name_or_path) if name]
+    return not all(name.startswith("package://") or Path(name).exists() for name in names)
+
+
+def _probe(config: TrainConfig, folder: Path, watch: Watch) -> TrainConfig:
+    """The job with few rows and updates, in a folder of its own."""
+    if _names_no_rows(config):
+        with watch.first(watch.rank == 0):
+            if watch.rank == 0:
+                write_sample(folder)
+        config = config.resolved(
+            model_name_or_path=str(folder / "model"), train_file=folder / "rows.csv"
+        )
+    return config.resolved(
+        output_dir=folder / "run", max_steps=UPDATES, logging_steps=1, save_steps=UPDATES,
+        max_train_samples=min(config.max_train_samples or ROWS, ROWS), test_file=None,
+        max_eval_samples=min(config.max_eval_samples or ROWS, ROWS), preflight="off",
+        resume_from_checkpoint=None, load_best_model_at_end=False, profile=False,
+        save_total_limit=2,
+    )  # fmt: skip
+
+
+def _on_the_job(
+    job: TrainConfig, log: order.Construction, watch: Watch, folder: Path
+) -> Iterator[Finding]:
+    accelerator = make_accelerator()
+    run = _quiet(build(job, accelerator, watch))
+    yield order.arrival("wrap")
+    yield order.construction_order(log, watch.num_ranks)
+    yield order.optimizer_holds_model(run.model, run.optimizer)
+    yield from _on_the_data(run)
+    yield from _on_a_plain_model(run)
+    yield from _on_the_replicas(run, "at the start")
+    yield from _on_the_loop(run)
+    yield from _on_the_replicas(run, "at the end")
+    yield from resume.resume(_jobs(job, watch, folder), folder)
+
+
+def _quiet(run: Run) -> Run:
+    run.bar = progress_bar(0, run.num_steps, False)
+    return run
+
+
+def _on_the_data(run: Run) -> Iterator[Finding]:
+    loader = make_loader(run.accelerator, run.train_batches, 0, run.config.dataloader_num_workers)
+    yield tensors.dataset_tensors(loader)
+    per_epoch = run.plan.steps_per_epoch * run.num_micro_batches
+    twice = Batches(
+        run.train_batches.split, run.train_batches.pad, 2 * per_epoch, run.train_batches.places
+    )
+    batches = iter(make_loader(run.accelerator, twice))
+    share = per_epoch // run.accelerator.num_processes
+
+    class Epoch:
+        def __iter__(self) -> Iterator[Batch]:
+            return islice(batches, share)
+
+    yield sampling.training_sampling(Epoch(), len(run.splits.train), _places)
+    yield sampling.evaluation_sampling(run.validation_loader, len(run.splits.validation), _places)
+
+
+def _places(batch: Batch) -> list[int]:
+    return [place for place in batch["places"].tolist() if place >= 0]
+
+
+def _on_a_plain_model(run: Run) -> Iterator[Finding]:
+    """What is wrong with the model, its loss and its rows, without any strategy."""
+    accelerator, device = run.accelerator, run.accelerator.device
+    model, drawn = plain_model(run.config, device, run.splits.label_names, run.tokenizer)
+    _without_dropout(model.to(device).train())
+    yield tensors.aliased_parameters(model)
+    yield tensors.shared_modules(run.train_batches, model)
+    parts = run.plan.micro_batches(0, run.num_micro_batches)
+    micro_batches = [_batch(run, places) for places in parts if len(places)]
+    largest = micro_batches[-1]
+
+    def loss() -> torch.Tensor:
+        return _loss(run, model, largest)
+
+    yield replicas.used_parameters(model, loss)
+    yield strides.gradient_strides(model, loss)
+    yield tensors.in_place(model, loss)
+    need = fit.need(model, loss, len(largest["labels"]))
+    capacity = fit.device_bytes(device)
+    if device.type == "cpu":
+        capacity //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    strategy = fit.name_of(accelerator.distributed_type)
+    rows = len(largest["labels"])
+    yield fit.will_it_fit(need, strategy, accelerator.num_processes, capacity, rows)
+    keep = (run.config.save_total_limit or 2) + 1
+    states = need.parameters + need.moments
+    yield machine.disk(run.output_dir, states * keep + need.parameters)
+    whole = _batch(run, run.plan.global_batch(0))
+    weight = run.global_weight(0)
+
+    def accumulated() -> None:
+        for batch in micro_batches:
+            _backward(_loss(run, model, batch) / weight)
+
+    def at_once() -> None:
+        _backward(_loss(run, model, whole) / weight)
+
+    tolerance = TOLERANCE[accelerator.mixed_precision]
+    yield accumulation.accumulated_gradient(model, accumulated, at_once, tolerance)
+    first = _loss(run, model, whole) / weight
+    _backward(first)
+    yield learning.initial_loss(first.item(), len(run.splits.label_names), bool(drawn))
+    yield learning.gradient_norms(model)
+    model.zero_grad()
+    yield _loader_speed(run, model)
+    yield from _learning(run, model)
+
+
+def _batch(run: Run, places: Any, longest: int | None = None) -> Batch:
+    batch = collate(run.splits.train, places, run.train_batches.pad)
+    for key in ("input_ids", "attention_mask"):
+        batch[key] = batch[key][:, :longest]
+    return {key: value.to(run.accelerator.device) for key, value in batch.items()}
+
+
+def _loss(run: Run, model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The summed loss of a batch, as the loop computes it."""
+    with run.accelerator.autocast():
+        logits = forward(model, batch)
+    smoothing = run.config.label_smoothing_factor
+    return weighted_loss(logits, batch["labels"], batch["weights"], smoothing)
+
+
+def _backward(loss: torch.Tensor) -> None:
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _without_dropout(model: nn.Module) -> None:
+    """Set every dropout probability to 0, those that attention layers keep as numbers too."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def _loader_speed(run: Run, model: nn.Module) -> Finding:
+    batches = iter(
+        make_loader(run.accelerator, run.train_batches, 0, run.config.dataloader_num_workers)
+    )
+
+    def step(batch: Batch) -> None:
+        _backward(_loss(run, model, batch))
+        model.zero_grad()
+
+    finding = machine.loader_speed(batches, step, run.accelerator.device)
+    for _ in batches:  # to its end: a loader that is left early stays registered
+        pass
+    return finding
+
+
+def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
+    """Some rows by heart, each cut short: on this process alone."""
+    rows = torch.arange(min(LEARNT_ROWS, len(run.splits.train))).numpy()
+    batch = _batch(run, rows, LEARNT_TOKENS)
+    batch["weights"] = torch.ones_like(batch["weights"])
+    size = getattr(model.config, "hidden_size", None) or 384
+    optimizer = make_optimizer(model, 0.1 / size, 0.0)  # 1e-4 for 1,024, more for smaller ones
+
+    def step() -> float:
+        loss = _loss(run, model, batch) / len(rows)
+        _backward(loss)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    yield learning.overfits(step)
+    with torch.no_grad(), run.accelerator.autocast():
+        yield learning.varied_predictions(forward(model, batch))
+
+
+def _on_the_replicas(run: Run, when: str) -> Iterator[Finding]:
+    accelerator = run.accelerator
+    if accelerator.is_fsdp2 or fit.name_of(accelerator.distributed_type) == "fsdp":
+        found = [skipped("same weights", "each rank holds its own share under FSDP")]
+    else:
+        found = [replicas.same_weights(run.model), replicas.same_buffers(run.model)]
+    pad = run.train_batches.pad
+    batch = collate(run.splits.train, run.plan.global_batch(accelerator.process_index)[:8], pad)
+
+    def loss(shared: Batch) -> torch.Tensor:
+        moved = {key: value.to(accelerator.device) for key, value in shared.items()}
+        return _loss(run, run.model.eval(), moved)
+
+    found.append(replicas.same_loss(loss, batch))
+    for finding in found:
+        yield Finding(f"{finding.check} {when}", finding.verdict, finding.measured, finding.mend)
+
+
+def _on_the_loop(run: Run) -> Iterator[Finding]:
+    """Some updates of the real loop, against the same on this process alone."""
+    _without_dropout(run.model)
+    start_or_resume(run)
+    with accumulation.recording(run.model) as events:
+        train(run)
+    yield accumulation.accumulation_calls(events, run.accumulation_steps)
+    logged = list(read_events(run.events.path))
+    ours = [(e["loss"], e["grad_norm"]) for e in logged if e["event"] == "train"]
+    alone = _alone(run)
+    yield curve.same_curve(ours, alone, TOLERANCE[run.accelerator.mixed_precision])
+
+
+def _alone(run: Run) -> list[tuple[float, float]]:
+    """Loss and gradient norm of the run's updates on one process, each global batch at once."""
+    config, device = run.config, run.accelerator.device
+    model, _ = plain_model(config, device, run.splits.label_names, run.tokenizer)
+    _without_dropout(model.to(device).train())
+    optimizer = make_optimizer(model, scaled_learning_rate(config), config.weight_decay)
+    scheduler = make_scheduler(config, optimizer, run.num_steps)
+    seen = []
+    for step in range(run.num_steps):
+        places, total = run.plan.global_batch(step), 0.0
+        for start in range(0, len(places), config.per_device_train_batch_size):
+            part = places[start : start + config.per_device_train_batch_size]
+            loss = _loss(run, model, _batch(run, part)) / run.global_weight(step)
+            _backward(loss)
+            total += loss.item()
+        limit = config.max_grad_norm or float("inf")
+        norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        seen.append((total, norm.item()))
+    return seen
+
+
+class _Job:
+    """A run of accel_ft, as `resume` drives one.
+
+    Args:
+        run: built, not started.
+        saved: where its checkpoint is, for the job that is to load it.
+    """
+
+    def __init__(self, run: Run, saved: list[Path]) -> None:
+        self.run, self.saved = run, saved
+        self.micro_batches: Iterator[Batch] | None = None
+        self.seen: list[int] = []
+        self.parts: dict[str, Any] = {
+            "model": run.model, "optimizer": run.optimizer, "scheduler": run.scheduler,
+        }  # fmt: skip
+        if run.accelerator.scaler is not None:
+            self.parts["scaler"] = run.accelerator.scaler
+
+    def _begin(self) -> Iterator[Batch]:
+        self.run.model.train()
+        for batch in self.run.start():
+            self.seen += _places(batch)
+            yield batch
+
+    def step(self) -> list[int]:
+        """Do one update; return the places of the samples that this rank read."""
+        if self.micro_batches is None:
+            if self.run.step == 0:
+                start_or_resume(self.run)
+            self.micro_batches = self._begin()
+        self.seen = []
+        update(self.run, self.micro_batches)
+        return self.seen
+
+    def save(self, folder: Path) -> None:
+        """Save into the run's own checkpoints."""
+        self.run.save()
+        assert self.run.saved is not None
+        self.saved.append(self.run.saved)
+        self.run.settle()
+
+    def load(self, folder: Path) -> None:
+        """Go on from the other job's checkpoint."""
+        checkpoint = str(self.saved[-1])
+        self.run.config = self.run.config.resolved(resume_from_checkpoint=checkpoint)
+        start_or_resume(self.run)
+
+
+def _jobs(config: TrainConfig, watch: Watch, folder: Path) -> Callable[[], _Job]:
+    """Return what builds the job anew each time, in a folder of its own."""
+    made: list[_Job] = []
+    saved: list[Path] = []
+
+    def make() -> _Job:
+        if made:
+            made[-1].run.close()
+        job = config.resolved(output_dir=folder / f"resume_{len(made)}", max_steps=1000)
+        made.append(_Job(_quiet(build(job, make_accelerator(), watch)), saved))
+        return made[-1]
+
+    return make

@@ -1,0 +1,53 @@
+"""Prove a set-up before spending on it.
+
+accelerate launch --config_file STRATEGY.yaml -m accel_ft.doctor [--config JOB.yaml] [--json FILE]
+
+Prints a line a check: its name, PASS, WARN, FAIL or SKIP, what was measured, and how to mend it.
+"""
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from accel_ft.config import DoctorConfig, TrainConfig, parse
+from accel_ft.errors import UserError, run_command
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Examine the set-up; exit with 1 where a check fails."""
+    config = parse(DoctorConfig, argv, "doctor")
+
+    from accel_ft.diagnosis.finding import Finding, Verdict, failed, table
+    from accel_ft.diagnosis.job import examine
+    from accel_ft.runtime.logging import setup_logging
+    from accel_ft.runtime.memory import keep_freed_memory
+
+    is_main = os.environ.get("RANK", "0") == "0"
+    keep_freed_memory()
+    setup_logging(0 if is_main else 1)
+    logging.getLogger("accel_ft").setLevel(logging.ERROR)
+    findings: list[Finding] = []
+
+    def note(finding: Finding) -> None:
+        findings.append(finding)
+        if is_main:
+            print(table([finding], width=32), flush=True)
+            if config.json is not None:
+                about = [finding.as_dict() for finding in findings]
+                config.json.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+    try:
+        for finding in examine(TrainConfig(**config.model_dump(exclude={"json"}))):
+            note(finding)
+    except UserError as error:
+        note(failed("set-up", str(error), "as it says"))
+    counts = {verdict: sum(f.verdict is verdict for f in findings) for verdict in Verdict}
+    if is_main:
+        print(", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count))
+    sys.exit(int(counts[Verdict.FAIL] > 0))
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,163 @@
+"""The doctor on accel_ft's own jobs: no false alarm on a healthy one, and the fault named on a broken one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import job_words
+
+from accel_ft import doctor, train
+from accel_ft.checkpoint import convert
+from accel_ft.data import loader
+from accel_ft.diagnosis.strides import CHECK
+from accel_ft.engine import build, loop
+from accel_ft.engine.run import Run
+from accel_ft.errors import LaunchError
+
+
+def examined(tmp_path: Path, *words: object) -> tuple[int, dict[str, dict[str, str]]]:
+    """Exit code and findings by check."""
+    file = tmp_path / "found.json"
+    with pytest.raises(SystemExit) as end:
+        doctor.main(
+            ["--output_dir", str(tmp_path / "runs" / "x"), "--json", str(file), *map(str, words)]
+        )
+    assert not list((tmp_path / "runs").glob(".doctor*"))
+    findings: list[dict[str, str]] = json.loads(file.read_text())
+    assert len({finding["check"] for finding in findings}) == len(findings)
+    return int(end.value.code or 0), {finding["check"]: finding for finding in findings}
+
+
+def test_healthy(
+    tmp_path: Path,
+    tiny_model: Path,
+    rows_file: Path,
+    odd_file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A job with accumulation and a short batch; every line of the table has its verdict."""
+    words = job_words(tiny_model, rows_file, odd_file, tmp_path / "ignored")
+    code, found = examined(tmp_path, *words, "--output_dir", tmp_path / "runs" / "x")
+    assert (code, {finding["verdict"] for finding in found.values()}) == (0, {"PASS", "SKIP"}), (
+        found
+    )
+    assert "4 updates of 2 micro-batches" in found["accumulation"]["measured"]
+    assert CHECK in capsys.readouterr().out
+
+
+def test_a_job_of_its_own(tmp_path: Path) -> None:
+    code, found = examined(tmp_path)
+    assert (code, {finding["verdict"] for finding in found.values()}) == (0, {"PASS", "SKIP"}), (
+        found
+    )
+
+
+def test_faults_of_the_user_are_findings(tmp_path: Path, tiny_model: Path) -> None:
+    rows = tmp_path / "rows.csv"
+    rows.write_text("text,label\na,x\nb,x\n")
+    code, found = examined(
+        tmp_path, "--train_file", rows, "--model_name_or_path", tiny_model, "--max_seq_length", 32
+    )
+    assert (code, found["set-up"]["verdict"]) == (1, "FAIL")
+    assert "every row has the label 'x'" in found["set-up"]["measured"]
+
+
+def mean_of_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a loop computes that takes the mean of each micro-batch."""
+    ours = loop.weighted_loss
+    monkeypatch.setattr(loop, "weighted_loss", lambda *args: ours(*args) / len(args[1]) * 8)
+
+
+def same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every micro-batch is the first."""
+    monkeypatch.setattr(
+        build, "train_places", lambda plan, count, number: loader.train_places(plan, count, 0)
+    )
+
+
+def no_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    resume = Run.resume
+
+    def broken(run: Run, folder: Path) -> None:
+        kept = run.scheduler.state_dict()
+        resume(run, folder)
+        run.scheduler.load_state_dict(kept)
+
+    monkeypatch.setattr(Run, "resume", broken)
+
+
+def no_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_any = convert.load_any
+
+    def broken(*args: Any) -> None:
+        kept = torch.get_rng_state()
+        load_any(*args)
+        torch.set_rng_state(kept)
+
+    monkeypatch.setattr(convert, "load_any", broken)
+
+
+def next_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resume that begins the next epoch."""
+    resume = Run.resume
+
+    def broken(run: Run, folder: Path) -> None:
+        resume(run, folder)
+        run.step = run.plan.steps_per_epoch
+
+    monkeypatch.setattr(Run, "resume", broken)
+
+
+def strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An optimizer of the parameters before wrapping."""
+    make = build.make_optimizer
+
+    def broken(model: torch.nn.Module, *args: Any) -> Any:
+        import copy
+
+        return make(copy.deepcopy(model), *args)
+
+    monkeypatch.setattr(build, "make_optimizer", broken)
+
+
+BROKEN = {
+    mean_of_means: "one against many", same_rows: "training rows", no_schedule: "resume: scheduler",
+    no_random_numbers: "resume: random numbers", next_epoch: "resume: position in the data",
+    strangers: "optimizer's parameters",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BROKEN, ids=lambda fault: fault.__name__)
+def test_broken(
+    tmp_path: Path,
+    tiny_model: Path,
+    rows_file: Path,
+    odd_file: Path,
+    fault: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fault(monkeypatch)
+    words = job_words(tiny_model, rows_file, odd_file, tmp_path / "ignored")
+    code, found = examined(tmp_path, *words, "--output_dir", tmp_path / "runs" / "x")
+    assert (code, found[BROKEN[fault]]["verdict"]) == (1, "FAIL"), found
+
+
+def test_preflight(
+    tmp_path: Path,
+    tiny_model: Path,
+    rows_file: Path,
+    odd_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every run begins with the cheap checks; nothing is written before they pass."""
+    strangers(monkeypatch)
+    words = job_words(tiny_model, rows_file, odd_file, tmp_path / "run")
+    with pytest.raises(
+        LaunchError,
+        match="(?s)the optimizer holds .* tensors the model no longer has.*accel_ft.doctor",
+    ):
+        train.main(words)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    train.main([*words, "--max_steps", "1", "--preflight", "off"])
