@@ -13,7 +13,7 @@ import psutil
 import torch
 from torch import nn
 
-from accel_ft.diagnosis.finding import Finding, failed, passed, warned
+from accel_ft.diagnosis.finding import Finding, failed, passed
 
 CHECK = "will it fit"
 RESERVE = 0.1  # of the device: allocator, workspace, other processes
@@ -142,27 +142,30 @@ def will_it_fit(wanted: Need, strategy: str, num_ranks: int, capacity: int, rows
         f"{now / MIB:,.0f} MiB of {capacity / MIB:,.0f} a rank under {strategy} "
         f"({parts}, unsharded); largest micro-batch {max(largest(strategy), 0)}"
     )
-    if now <= usable:
-        if fitting and fitting[0] != strategy and order.index(fitting[0]) < _place(order, strategy):
-            why = f"{fitting[0]} would fit too, and sends less"
-            return passed(CHECK, f"{about}; {why}")
-        return passed(CHECK, about)
     if fitting:
-        return failed(CHECK, about, f"{fitting[0]}: it needs "
-                      f"{wanted.on_rank(fitting[0], num_ranks, rows) / MIB:,.0f} MiB")  # fmt: skip
-    if some:
-        return failed(
-            CHECK, about, f"{some[0]} with per_device_train_batch_size {largest(some[0])}: more "
-            "accumulation steps, the same global batch",
-        )  # fmt: skip
-    return warned(CHECK, about, "a larger device, more ranks, or a smaller model")
+        why = "the simplest" if fitting[0] == simple else f"{simple} does not fit"
+        needed = wanted.on_rank(fitting[0], num_ranks, rows)
+        choice = f"{fitting[0]} ({why}): {needed / MIB:,.0f} MiB"
+    elif some:
+        choice = (
+            f"{some[0]} with per_device_train_batch_size {largest(some[0])}: more accumulation "
+            "steps, the same global batch"
+        )
+    else:
+        choice = "a larger device, more ranks, or a smaller model: not one row fits"
+    if now <= usable:
+        return passed(CHECK, f"{about}; its choice: {choice}")
+    return failed(CHECK, about, choice)
 
 
-def _place(order: list[str], strategy: str) -> int:
-    return order.index(strategy) if strategy in order else len(order)
+def name_of(strategy: Any, offloads: bool = False) -> str:
+    """Return this module's name for one of accelerate's strategies (a DistributedType).
 
-
-def name_of(strategy: Any) -> str:
-    """Return this module's name for one of accelerate's strategies (a DistributedType)."""
+    Args:
+        strategy: of the accelerator's state.
+        offloads: whether FSDP keeps its shares in host memory.
+    """
     name = str(getattr(strategy, "value", strategy))
+    if name == "FSDP" and offloads:
+        return "offload"
     return "fsdp" if name == "FSDP" else "none" if name == "NO" else "ddp"

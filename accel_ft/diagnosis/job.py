@@ -13,9 +13,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import DataLoaderConfiguration, InitProcessGroupKwargs
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from accel_ft.config import TrainConfig
 from accel_ft.data.loader import Batch, Batches, collate, make_loader
@@ -48,7 +50,7 @@ from accel_ft.runtime.watch import Watch
 logger = logging.getLogger(__name__)
 
 UPDATES = 4
-LIMIT_SECONDS = 60
+LIMIT_SECONDS, KEPT = 60, 2
 ROWS = 256
 LEARNT_ROWS, LEARNT_TOKENS = 64, 32
 TOLERANCE = {"no": 1e-4, "bf16": 0.05, "fp16": 0.05}
@@ -136,7 +138,7 @@ def _probe(config: TrainConfig, folder: Path, watch: Watch) -> TrainConfig:
         max_train_samples=min(config.max_train_samples or ROWS, ROWS), test_file=None,
         max_eval_samples=min(config.max_eval_samples or ROWS, ROWS), preflight="off",
         resume_from_checkpoint=None, load_best_model_at_end=False, profile=False,
-        save_total_limit=2,
+        save_total_limit=KEPT,
     )  # fmt: skip
 
 
@@ -187,7 +189,9 @@ def _on_a_plain_model(run: Run) -> Iterator[Finding]:
     """What is wrong with the model, its loss and its rows, without any strategy."""
     accelerator, device = run.accelerator, run.accelerator.device
     model, drawn = plain_model(run.config, device, run.splits.label_names, run.tokenizer)
-    _without_dropout(model.to(device).train())
+    model.to(device).train()
+    yield _fit(run, model)
+    _without_dropout(model)
     yield tensors.aliased_parameters(model)
     yield tensors.shared_modules(run.train_batches, model)
     parts = run.plan.micro_batches(0, run.num_micro_batches)
@@ -200,16 +204,8 @@ def _on_a_plain_model(run: Run) -> Iterator[Finding]:
     yield replicas.used_parameters(model, loss)
     yield strides.gradient_strides(model, loss)
     yield tensors.in_place(model, loss)
-    need = fit.need(model, loss, len(largest["labels"]))
-    capacity = fit.device_bytes(device)
-    if device.type == "cpu":
-        capacity //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    strategy = fit.name_of(accelerator.distributed_type)
-    rows = len(largest["labels"])
-    yield fit.will_it_fit(need, strategy, accelerator.num_processes, capacity, rows)
-    keep = (run.config.save_total_limit or 2) + 1
-    states = need.parameters + need.moments
-    yield machine.disk(run.output_dir, states * keep + need.parameters)
+    weights = sum(p.nbytes for p in model.parameters())
+    yield machine.disk(run.output_dir, 3 * weights * (1 + KEPT) + weights)
     whole = _batch(run, run.plan.global_batch(0))
     weight = run.global_weight(0)
 
@@ -229,6 +225,23 @@ def _on_a_plain_model(run: Run) -> Iterator[Finding]:
     model.zero_grad()
     yield _loader_speed(run, model)
     yield from _learning(run, model)
+
+
+def _fit(run: Run, model: nn.Module) -> Finding:
+    """Measured on the longest rows, the worst that can come."""
+    accelerator, device = run.accelerator, run.accelerator.device
+    places = np.arange(len(run.splits.train), dtype=np.int64)
+    rows = len(run.plan.micro_batches(0, run.num_micro_batches)[0])
+    longest = places[np.argsort(run.splits.train.lengths(places))][-rows:]
+    batch = _batch(run, longest)
+    need = fit.need(model, lambda: _loss(run, model, batch), len(longest))
+    capacity = fit.device_bytes(device)
+    if device.type == "cpu":
+        capacity //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    policy = getattr(getattr(accelerator.state, "fsdp_plugin", None), "cpu_offload", None)
+    offloads = isinstance(policy, CPUOffloadPolicy) or getattr(policy, "offload_params", False)
+    strategy = fit.name_of(accelerator.distributed_type, offloads)
+    return fit.will_it_fit(need, strategy, accelerator.num_processes, capacity, len(longest))
 
 
 def _batch(run: Run, places: Any, longest: int | None = None) -> Batch:

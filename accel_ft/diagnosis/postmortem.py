@@ -21,6 +21,7 @@ from typing import Self
 from accel_ft.diagnosis.finding import Finding, failed, listed, passed
 
 CHECK = "post-mortem"
+ECHOES = ("connection closed", "connection reset", "broken pipe", "timed out", "remote process")
 NCCL = "on NCCL, TORCH_NCCL_TRACE_BUFFER_SIZE=2000 and TORCH_NCCL_DUMP_ON_TIMEOUT=1 let its flight "
 NCCL += "recorder name the collective"
 
@@ -113,12 +114,18 @@ def post_mortem(
             "all ranks must come to the same collectives in the same order: compare the lines; "
             f"loaders of unequal length end early on one rank; {NCCL}",
         )
-    first = min(crashed or hung, key=lambda rank: stages[rank]["at"])
+    first = min(crashed or hung, key=lambda rank: (_is_echo(stacks[rank]), stages[rank]["at"]))
     return failed(
         CHECK,
         f"{_where(first, stages, stacks)}{_how(codes.get(first), stacks[first])}{gone}",
         f"see {folder / f'stack_{first:05d}.log'}",
     )
+
+
+def _is_echo(stack: str) -> bool:
+    """Whether a rank only felt another's end."""
+    last = stack.rpartition("Error: ")[2].lower()
+    return "Error: " in stack and any(word in last for word in ECHOES)
 
 
 def _how(code: int | None, stack: str) -> str:
@@ -140,6 +147,8 @@ def _where(rank: int, stages: Mapping[int, dict[str, object]], stacks: Mapping[i
     """Rank, stage, and the innermost line of Python that is not a library's."""
     main = stacks[rank].rpartition("Thread ")[2] or stacks[rank]
     lines = [line.strip() for line in main.splitlines() if line.strip().startswith("File ")]
+    if "most recent call last" in main:
+        lines.reverse()
     own = [line for line in lines if "site-packages" not in line and "/lib/python" not in line]
     place = f" at {(own or lines)[0]}" if lines else ""
     return f"rank {rank} at stage {stages[rank]['stage']}{place}"

@@ -1,15 +1,12 @@
 """The doctor names what is wrong with broken programs on 2 ranks, and its mends work."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, launch, run
+from conftest import launch, run
 
 from accel_ft.diagnosis.postmortem import post_mortem
 
@@ -96,80 +93,33 @@ def test_healthy_ranks(tmp_path: Path, config: str) -> None:
 
 # Crashes and hangs: ranks that end without a word.
 
-PROGRAM = """
-import ctypes, os, sys, time
-from datetime import timedelta
-from pathlib import Path
-from torch import distributed as dist
-import torch
-from accel_ft.diagnosis.postmortem import Stages
-
-rank = int(os.environ["RANK"])
-fault = sys.argv[2]
-
-def build_model():
-    if rank == 1 and fault == "segmentation fault":
-        ctypes.string_at(0)
-    if rank == 1 and fault == "hidden exit":
-        os._exit(0)
-    if rank == 1 and fault == "exception":
-        raise ValueError("no such layer")
-
-def train():
-    for step in range(4):
-        stage(f"step {step}")
-        if fault == "out of data early" and rank == 1 and step == 2:
-            break
-        if fault == "different collectives" and rank == 1 and step == 2:
-            dist.broadcast(torch.ones(2), 0)
-        if fault == "state dict on rank 0 alone" and step == 2:
-            if rank == 0:
-                dist.all_gather_object([None, None], 0)
-            time.sleep(60)
-        dist.all_reduce(torch.ones(1))
-
-with Stages(Path(sys.argv[1]), rank, limit_seconds=3) as stage:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    stage("model")
-    build_model()
-    train()
-"""
-
-
-def ranks_of(tmp_path: Path, fault: str) -> dict[int, int]:
-    """Start 2 ranks of PROGRAM and return their exit codes."""
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    processes = []
-    for rank in range(2):
-        environment = os.environ | {
-            "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29471",
-            "PYTHONPATH": str(ROOT),
-        }  # fmt: skip
-        command = [sys.executable, str(program), str(tmp_path / "stages"), fault]
-        processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL))
-    try:
-        return {rank: process.wait(60) for rank, process in enumerate(processes)}
-    finally:
-        for process in processes:
-            process.kill()
-
-
 ENDS = {
     "nothing": "2 ranks reached their end",
     "segmentation fault": "rank 1 at stage model at File",
     "hidden exit": "rank 1 at stage model, ended without a word with exit code 0",
     "exception": "ValueError: no such layer",
+    "swallowed exception": "rank 1 had reached its end before",
     "out of data early": "rank 1 had reached its end before",
     "different collectives": "rank 1 at stage step 2",
     "state dict on rank 0 alone": "a hang: rank 0 at stage step 2",
 }
 
 
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the ranks of each of these programs left, all started at once."""
+    folder = tmp_path_factory.mktemp("ends")
+    run("python", Path(__file__).with_name("ends.py"), folder, *ENDS)
+    return folder
+
+
 @pytest.mark.parametrize("fault", ENDS)
-def test_who_ended_where(tmp_path: Path, fault: str) -> None:
-    codes = ranks_of(tmp_path, fault)
-    finding = post_mortem(tmp_path / "stages", 2, codes)
+def test_who_ended_where(ends: Path, fault: str) -> None:
+    codes = {
+        int(rank): code
+        for rank, code in json.loads((ends / "codes.json").read_text())[fault].items()
+    }
+    finding = post_mortem(ends / fault, 2, codes)
     assert ENDS[fault] in finding.measured, (finding, codes)
     assert (finding.verdict == "PASS") == (fault == "nothing")
     if fault == "segmentation fault":

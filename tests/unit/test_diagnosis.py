@@ -398,11 +398,12 @@ def test_will_it_fit() -> None:
     well(fit.will_it_fit(wanted, "ddp", 2, capacity=4000, rows=8))
     finding = fit.will_it_fit(wanted, "ddp", 2, capacity=2000, rows=8)
     caught(finding, "largest micro-batch 2")
-    assert finding.mend.startswith("fsdp: it needs")
+    assert finding.mend.startswith("fsdp (ddp does not fit): 0 MiB")
     finding = fit.will_it_fit(wanted, "none", 1, capacity=2000, rows=32)
     assert "none with per_device_train_batch_size 2" in finding.mend
-    assert fit.will_it_fit(wanted, "ddp", 2, capacity=100, rows=8).verdict == "WARN"
-    assert "ddp would fit too" in fit.will_it_fit(wanted, "fsdp", 2, capacity=4000, rows=8).measured
+    assert "not one row fits" in fit.will_it_fit(wanted, "ddp", 2, capacity=100, rows=8).mend
+    finding = fit.will_it_fit(wanted, "fsdp", 2, capacity=4000, rows=8)
+    assert "its choice: ddp (the simplest)" in finding.measured
 
 
 # 13. The machine.
