@@ -171,7 +171,8 @@ class Watch:
                 found = self._find_lost(limit, wait_seconds=GRACE_SECONDS)
                 lost = found[1] if found is not None else self._if_timed_out(error)
             self._failed = f"{type(error).__name__}: {error}"
-            leave_last_words(f"error: {self._words(self._beat, f'failed ({self._failed})')}")
+            words = lost or self._words(self._beat, f"failed ({self._failed})")
+            leave_last_words(f"error: {words}")  # the launcher may end this rank from here on
             print("".join(traceback.format_exception(error)), file=self._log, flush=True)
         self._wake.send(b"\0")  # no signal has the number 0: the thread's end
         self._thread.join()

@@ -10,10 +10,10 @@ forward, calls = loop.forward, 0
 
 
 def broken_forward(model, batch):
-    """Fail in the 60th call."""
+    """Fail in the 200th call."""
     global calls  # noqa: PLW0603
     calls += 1
-    if calls == 60 and os.environ["RANK"] == os.environ["BROKEN_RANK"]:
+    if calls == 200 and os.environ["RANK"] == os.environ["BROKEN_RANK"]:
         raise ValueError("the moon is not made of cheese")
     return forward(model, batch)
 

@@ -67,6 +67,7 @@ class Bench:
         self.references: dict[Any, tuple[dict[str, object], float]] = {}
         self.count = 0
         self.ranks: Ranks | None = None
+        self.log = folder / "nothing launched yet"
 
     def words(self, run: Path, *more: object) -> list[Any]:
         """A job with dropout, shuffling, accumulation and an epoch's edge: 12 updates, saved each 3."""
@@ -393,7 +394,9 @@ def launch(bench: Bench, config: str, words: list[Any], **kwargs: Any) -> subpro
     ]
     command += ["--mixed_precision", "no", *map(str, words)]
     environment = os.environ | {"PYTHONPATH": str(conftest.ROOT)}
-    with (bench.folder / "launch.log").open("w") as log:
+    bench.log = bench.new_run().with_suffix(".launch.log")
+    bench.log.parent.mkdir(exist_ok=True)
+    with bench.log.open("w") as log:
         return subprocess.Popen(
             command,
             cwd=conftest.ROOT,
@@ -406,7 +409,7 @@ def launch(bench: Bench, config: str, words: list[Any], **kwargs: Any) -> subpro
 
 def log_of(bench: Bench) -> str:
     """What the last launch printed."""
-    return (bench.folder / "launch.log").read_text(errors="replace")
+    return bench.log.read_text(errors="replace")
 
 
 class Launched:

@@ -25,7 +25,7 @@ from accel_ft.checkpoint import state, transaction
 from accel_ft.engine import evaluation, loop
 from accel_ft.engine import nonfinite as handling
 from accel_ft.engine.run import Run
-from accel_ft.errors import CheckpointError, ConfigError, Preempted, UserError
+from accel_ft.errors import CheckpointError, ConfigError, Preempted, RankError, UserError
 from accel_ft.runtime import files
 from accel_ft.runtime.watch import Watch
 
@@ -270,6 +270,21 @@ def test_a_damaged_checkpoint_that_is_asked_for_is_refused(
     (folder / "optimizer.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match="optimizer.bin is damaged"):
         train.main([*words, "--max_steps", "4", "--resume_from_checkpoint", str(folder)])
+
+
+def test_the_last_word_is_of_the_rank_that_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also should the launcher end this rank at once: it felt the other's end, and is not the cause."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(Watch, "_find_lost", lambda *args, **kwargs: (1, "rank 1 was stopped", 1))
+    watch = Watch(tmp_path / "ranks", 0, 1, 60)
+    watch.num_ranks = 2
+    with pytest.raises(RankError, match="rank 1 was stopped"), watch:
+        raise RuntimeError("Connection reset by peer")
+    assert (
+        json.loads((tmp_path / "error.json").read_text())["message"] == "error: rank 1 was stopped"
+    )
 
 
 def test_a_watch_leaves_the_process_as_it_was(tmp_path: Path) -> None:
