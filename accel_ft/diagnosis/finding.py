@@ -17,9 +17,12 @@ class Verdict(StrEnum):
     SKIP = "SKIP"
 
 
+SEVERITY = (Verdict.SKIP, Verdict.PASS, Verdict.WARN, Verdict.FAIL)
+
+
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of one check, the same on every rank.
+    """The outcome of one check; of a collective one the same on every rank.
 
     Attributes:
         check: its name.
@@ -58,18 +61,36 @@ def skipped(check: str, reason: str) -> Finding:
     return Finding(check, Verdict.SKIP, reason)
 
 
+_host_groups: dict[str, Any] = {}
+
+
+def _host_group() -> Any:
+    """A gloo group of all ranks: objects travel on the host, whatever device a rank has set."""
+    world = dist.group.WORLD
+    if dist.get_backend() == "gloo":
+        return world
+    if _host_groups.get("world") is not world:
+        _host_groups.update(world=world, gloo=dist.new_group(backend="gloo"))
+    return _host_groups["gloo"]
+
+
 def gather(value: Any) -> list[Any]:
     """Return every rank's value, in order; a list of one where there is no group. Collective."""
-    if not dist.is_initialized():
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=_host_group())
     return values
 
 
-def this_rank() -> int:
-    """Return this process's rank, 0 where there is no group."""
-    return dist.get_rank() if dist.is_initialized() else 0
+def agreed(finding: Finding) -> Finding:
+    """Return the worst of what the ranks found, with the ranks that found it. Collective."""
+    ranks: list[Finding] = gather(finding)
+    worst = max(ranks, key=lambda one: SEVERITY.index(one.verdict))
+    if all(one.verdict == worst.verdict for one in ranks):
+        return ranks[0]
+    where = listed([rank for rank, one in enumerate(ranks) if one.verdict == worst.verdict], 8)
+    return Finding(worst.check, worst.verdict, f"on rank {where}: {worst.measured}", worst.mend)
 
 
 def listed(names: Sequence[Any], limit: int = 3) -> str:

@@ -1,8 +1,8 @@
 """Will it fit: bytes on each rank, by what they are for, against what the device has.
 
 What you see: out of memory, after the data has been prepared or in the tenth update. What it is:
-parameters, gradients and moments, which can be counted, and activations, which are measured on one
-micro-batch and grow with it.
+parameters, gradients and moments, which can be counted, and activations, which are measured on
+micro-batches of the longest rows and grow with them.
 """
 
 from collections.abc import Callable
@@ -26,16 +26,16 @@ class Need:
 
     Attributes:
         parameters, gradients, moments: of the trainable and frozen parameters.
-        activations: of one micro-batch of `rows` rows.
-        rows: of that micro-batch.
+        per_row: of activations, for a row of the longest length.
+        fixed: of activations, however many rows (weights in the precision of autocast).
         largest_layer: bytes of the largest module's parameters, gathered while it works.
     """
 
     parameters: int
     gradients: int
     moments: int
-    activations: int
-    rows: int
+    per_row: int
+    fixed: int
     largest_layer: int
 
     def on_rank(self, strategy: str, num_ranks: int, rows: int) -> int:
@@ -46,7 +46,7 @@ class Need:
             num_ranks: N.
             rows: of a micro-batch.
         """
-        activations = self.activations * rows // max(self.rows, 1)
+        activations = self.fixed + self.per_row * rows
         states = self.parameters + self.gradients + self.moments
         if strategy == "offload":
             return 2 * self.largest_layer + activations
@@ -61,12 +61,11 @@ def activation_bytes(loss: Callable[[], torch.Tensor], model: nn.Module) -> int:
     kept: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if not hasattr(tensor, "to_local"):
+        if tensor.layout == torch.strided and not hasattr(tensor, "to_local"):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in own:
-                size = min(tensor.nbytes, storage.nbytes())
-                kept[storage.data_ptr()] = max(kept.get(storage.data_ptr(), 0), size)
-        return tensor
+                kept[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # itself, it would hold itself where it is an output
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         value = loss()
@@ -75,14 +74,17 @@ def activation_bytes(loss: Callable[[], torch.Tensor], model: nn.Module) -> int:
 
 
 def need(
-    model: nn.Module, loss: Callable[[], torch.Tensor], rows: int, moments_per_parameter: int = 2
+    model: nn.Module,
+    loss: Callable[[int], torch.Tensor],
+    rows: int,
+    moments_per_parameter: int = 2,
 ) -> Need:
-    """Count a model's bytes, and measure the activations of one micro-batch.
+    """Count a model's bytes, and measure the activations of micro-batches of two sizes.
 
     Args:
         model: unsharded, in training mode.
-        loss: of one micro-batch, a scalar.
-        rows: of that micro-batch.
+        loss: of a micro-batch of so many rows, each of the greatest length; a scalar.
+        rows: of the larger one, at least 2.
         moments_per_parameter: float32 values the optimizer keeps for each; AdamW 2.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -93,12 +95,15 @@ def need(
         for child in module
     ]
     parameters = sum(p.nbytes for p in model.parameters())
+    few, many = rows // 2, rows
+    small, large = (activation_bytes(lambda n=n: loss(n), model) for n in (few, many))  # type: ignore[misc]
+    per_row = max(large - small, 0) // (many - few)
     return Need(
         parameters=parameters,
         gradients=sum(p.nbytes for p in trainable),
         moments=sum(4 * moments_per_parameter * p.numel() for p in trainable),
-        activations=activation_bytes(loss, model),
-        rows=rows,
+        per_row=per_row,
+        fixed=max(large - per_row * many, 0),
         largest_layer=max(layers, default=parameters),
     )
 
@@ -121,10 +126,9 @@ def will_it_fit(wanted: Need, strategy: str, num_ranks: int, capacity: int, rows
         rows: of the micro-batch asked for.
     """
     usable = int(capacity * (1 - RESERVE))
-    per_row = wanted.activations / max(wanted.rows, 1)
 
     def largest(strategy: str) -> int:
-        return int((usable - wanted.on_rank(strategy, num_ranks, 0)) / max(per_row, 1))
+        return (usable - wanted.on_rank(strategy, num_ranks, 0)) // max(wanted.per_row, 1)
 
     simple = "none" if num_ranks == 1 else "ddp"
     order = [simple, "fsdp", "offload"] if num_ranks > 1 else [simple, "offload"]
@@ -135,7 +139,8 @@ def will_it_fit(wanted: Need, strategy: str, num_ranks: int, capacity: int, rows
         f"{name} {value / MIB:,.0f}"
         for name, value in (
             ("parameters", wanted.parameters), ("gradients", wanted.gradients),
-            ("moments", wanted.moments), (f"activations of {rows} rows", per_row * rows),
+            ("moments", wanted.moments),
+            (f"activations of {rows} rows", wanted.fixed + wanted.per_row * rows),
         )
     )  # fmt: skip
     about = (

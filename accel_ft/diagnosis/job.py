@@ -34,13 +34,13 @@ from accel_ft.diagnosis import (
     strides,
     tensors,
 )
-from accel_ft.diagnosis.finding import Finding, Verdict, gather, skipped
+from accel_ft.diagnosis.finding import Finding, Verdict, agreed, failed, gather, skipped
 from accel_ft.diagnosis.sample import write_sample
 from accel_ft.engine.build import build, plain_model, start_or_resume
 from accel_ft.engine.loop import train, update
 from accel_ft.engine.run import Run
 from accel_ft.engine.step import forward, weighted_loss
-from accel_ft.errors import LaunchError
+from accel_ft.errors import LaunchError, UserError
 from accel_ft.model.optim import make_optimizer, make_scheduler, scaled_learning_rate
 from accel_ft.runtime.hub import hub_reachable
 from accel_ft.runtime.launch import make_accelerator
@@ -52,7 +52,9 @@ logger = logging.getLogger(__name__)
 UPDATES = 4
 LIMIT_SECONDS, KEPT = 60, 2
 ROWS = 256
-LEARNT_ROWS, LEARNT_TOKENS = 64, 32
+LEARNT_ROWS, COUNTED_ROWS = 64, 1_000_000
+UNFORESEEN = "examination"
+FP16 = "fp16: gradients alone mean nothing without the loss scaler"
 TOLERANCE = {"no": 1e-4, "bf16": 0.05, "fp16": 0.05}
 
 
@@ -63,13 +65,16 @@ def preflight(run: Run) -> None:
         LaunchError: naming what is wrong.
     """
     findings = [
-        machine.versions(),
-        machine.devices(run.accelerator.device, run.accelerator.mixed_precision),
-        machine.limits(run.config.dataloader_num_workers),
-        order.optimizer_holds_model(run.model, run.optimizer),
+        agreed(finding)
+        for finding in (
+            machine.versions(),
+            machine.devices(run.accelerator.device, run.accelerator.mixed_precision),
+            machine.limits(run.config.dataloader_num_workers),
+            order.optimizer_holds_model(run.model, run.optimizer),
+            replicas.same_weights(run.model),
+            replicas.same_buffers(run.model),
+        )
     ]
-    if not run.accelerator.is_fsdp2 and run.accelerator.num_processes > 1:
-        findings += [replicas.same_weights(run.model), replicas.same_buffers(run.model)]
     for finding in findings:
         if finding.verdict is Verdict.WARN and run.accelerator.is_main_process:
             logger.warning("%s: %s. Mend: %s", finding.check, finding.measured, finding.mend)
@@ -77,7 +82,8 @@ def preflight(run: Run) -> None:
     if faults:
         raise LaunchError(
             "\n  ".join(f"{f.check}: {f.measured}. Fix: {f.mend}" for f in faults)
-            + "\n  (`-m accel_ft.doctor` in place of `-m accel_ft.train` examines the whole)"
+            + "\n  (`-m accel_ft.doctor` in place of `-m accel_ft.train` examines the whole; "
+            "--preflight off starts all the same)"
         )
 
 
@@ -87,7 +93,27 @@ def examine(config: TrainConfig) -> Iterator[Finding]:
     Args:
         config: the job; where it names no rows, one of the doctor's own takes its place. Runs of a
             few updates are written beside its output_dir, and removed.
+
+    A check that fails in an unforeseen way ends the examination, on all ranks.
     """
+    for finding in _guarded(config):
+        yield agreed(finding)
+        if any(gather(finding.check == UNFORESEEN)):
+            return
+
+
+def _guarded(config: TrainConfig) -> Iterator[Finding]:
+    try:
+        yield from _examine(config)
+    except UserError:
+        raise
+    except Exception as error:
+        logger.exception("the examination ended early")
+        words = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        yield failed(UNFORESEEN, words, "the traceback says where")
+
+
+def _examine(config: TrainConfig) -> Iterator[Finding]:
     with order.construction() as log:
         accelerator = make_accelerator(
             dataloader_config=DataLoaderConfiguration(non_blocking=True),
@@ -151,7 +177,11 @@ def _on_the_job(
     yield order.construction_order(log, watch.num_ranks)
     yield order.optimizer_holds_model(run.model, run.optimizer)
     yield from _on_the_data(run)
-    yield from _on_a_plain_model(run)
+    if _has_room(run):
+        yield from _on_a_plain_model(run)
+    else:
+        reason = "the whole model, its gradients and moments do not fit on a rank beside the run"
+        yield skipped("the model alone", reason)
     yield from _on_the_replicas(run, "at the start")
     yield from _on_the_loop(run)
     yield from _on_the_replicas(run, "at the end")
@@ -185,6 +215,17 @@ def _places(batch: Batch) -> list[int]:
     return [place for place in batch["places"].tolist() if place >= 0]
 
 
+def _has_room(run: Run) -> bool:
+    """Whether every rank can hold the whole model, gradients and moments once more."""
+    device = run.accelerator.device
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = fit.device_bytes(device) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    weights = sum(4 * p.numel() for p in run.model.parameters())
+    return bool(min(gather(free)) > 5 * weights)
+
+
 def _on_a_plain_model(run: Run) -> Iterator[Finding]:
     """What is wrong with the model, its loss and its rows, without any strategy."""
     accelerator, device = run.accelerator, run.accelerator.device
@@ -192,7 +233,7 @@ def _on_a_plain_model(run: Run) -> Iterator[Finding]:
     model.to(device).train()
     yield _fit(run, model)
     _without_dropout(model)
-    yield tensors.aliased_parameters(model)
+    yield tensors.aliased_parameters(model, replicas.is_sharded(run.model))
     yield tensors.shared_modules(run.train_batches, model)
     parts = run.plan.micro_batches(0, run.num_micro_batches)
     micro_batches = [_batch(run, places) for places in parts if len(places)]
@@ -216,8 +257,11 @@ def _on_a_plain_model(run: Run) -> Iterator[Finding]:
     def at_once() -> None:
         _backward(_loss(run, model, whole) / weight)
 
-    tolerance = TOLERANCE[accelerator.mixed_precision]
-    yield accumulation.accumulated_gradient(model, accumulated, at_once, tolerance)
+    if accelerator.mixed_precision == "fp16":
+        yield skipped("accumulated gradient", FP16)
+    else:
+        tolerance = TOLERANCE[accelerator.mixed_precision]
+        yield accumulation.accumulated_gradient(model, accumulated, at_once, tolerance)
     first = _loss(run, model, whole) / weight
     _backward(first)
     yield learning.initial_loss(first.item(), len(run.splits.label_names), bool(drawn))
@@ -228,34 +272,40 @@ def _on_a_plain_model(run: Run) -> Iterator[Finding]:
 
 
 def _fit(run: Run, model: nn.Module) -> Finding:
-    """Measured on the longest rows, the worst that can come."""
+    """Measured on rows as long as the longest of all, the worst that can come."""
     accelerator, device = run.accelerator, run.accelerator.device
-    places = np.arange(len(run.splits.train), dtype=np.int64)
-    rows = len(run.plan.micro_batches(0, run.num_micro_batches)[0])
-    longest = places[np.argsort(run.splits.train.lengths(places))][-rows:]
-    batch = _batch(run, longest)
-    need = fit.need(model, lambda: _loss(run, model, batch), len(longest))
+    store = run.splits.train.store
+    known = np.arange(min(len(store), COUNTED_ROWS), dtype=np.int64)
+    longest = int(store.lengths(known).max())
+    text = np.resize(store.tokens(0), longest)
+    rows = max(len(run.plan.micro_batches(0, run.num_micro_batches)[0]), 2)
+
+    def loss(count: int) -> torch.Tensor:
+        batch = run.train_batches.pad([text] * count)
+        batch |= {"labels": torch.zeros(count, dtype=torch.int64), "weights": torch.ones(count)}
+        return _loss(run, model, {key: value.to(device) for key, value in batch.items()})
+
+    need = fit.need(model, loss, rows)
     capacity = fit.device_bytes(device)
     if device.type == "cpu":
         capacity //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     policy = getattr(getattr(accelerator.state, "fsdp_plugin", None), "cpu_offload", None)
     offloads = isinstance(policy, CPUOffloadPolicy) or getattr(policy, "offload_params", False)
     strategy = fit.name_of(accelerator.distributed_type, offloads)
-    return fit.will_it_fit(need, strategy, accelerator.num_processes, capacity, len(longest))
+    return fit.will_it_fit(need, strategy, accelerator.num_processes, capacity, rows)
 
 
-def _batch(run: Run, places: Any, longest: int | None = None) -> Batch:
+def _batch(run: Run, places: Any) -> Batch:
     batch = collate(run.splits.train, places, run.train_batches.pad)
-    for key in ("input_ids", "attention_mask"):
-        batch[key] = batch[key][:, :longest]
     return {key: value.to(run.accelerator.device) for key, value in batch.items()}
 
 
-def _loss(run: Run, model: nn.Module, batch: Batch) -> torch.Tensor:
+def _loss(run: Run, model: nn.Module, batch: Batch, smoothing: float | None = None) -> torch.Tensor:
     """The summed loss of a batch, as the loop computes it."""
     with run.accelerator.autocast():
         logits = forward(model, batch)
-    smoothing = run.config.label_smoothing_factor
+    if smoothing is None:
+        smoothing = run.config.label_smoothing_factor
     return weighted_loss(logits, batch["labels"], batch["weights"], smoothing)
 
 
@@ -289,15 +339,22 @@ def _loader_speed(run: Run, model: nn.Module) -> Finding:
 
 
 def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
-    """Some rows by heart, each cut short: on this process alone."""
-    rows = torch.arange(min(LEARNT_ROWS, len(run.splits.train))).numpy()
-    batch = _batch(run, rows, LEARNT_TOKENS)
+    """The shortest rows by heart, no two of them alike: on this process alone."""
+    if run.accelerator.mixed_precision == "fp16":
+        yield skipped("overfits", FP16)
+        return
+    split = run.splits.train
+    places = np.arange(len(split), dtype=np.int64)
+    shortest = places[np.argsort(split.lengths(places), kind="stable")]
+    texts = {tuple(row): place for row, place in zip(split.tokens(shortest), shortest, strict=True)}
+    chosen = np.array(sorted(texts.values(), key=shortest.tolist().index)[:LEARNT_ROWS])
+    batch = _batch(run, chosen)
     batch["weights"] = torch.ones_like(batch["weights"])
     size = getattr(model.config, "hidden_size", None) or 384
     optimizer = make_optimizer(model, 0.1 / size, 0.0)  # 1e-4 for 1,024, more for smaller ones
 
     def step() -> float:
-        loss = _loss(run, model, batch) / len(rows)
+        loss = _loss(run, model, batch, smoothing=0.0) / len(chosen)
         _backward(loss)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -311,10 +368,7 @@ def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
 
 def _on_the_replicas(run: Run, when: str) -> Iterator[Finding]:
     accelerator = run.accelerator
-    if accelerator.is_fsdp2 or fit.name_of(accelerator.distributed_type) == "fsdp":
-        found = [skipped("same weights", "each rank holds its own share under FSDP")]
-    else:
-        found = [replicas.same_weights(run.model), replicas.same_buffers(run.model)]
+    found = [replicas.same_weights(run.model), replicas.same_buffers(run.model)]
     pad = run.train_batches.pad
     batch = collate(run.splits.train, run.plan.global_batch(accelerator.process_index)[:8], pad)
 
@@ -334,6 +388,10 @@ def _on_the_loop(run: Run) -> Iterator[Finding]:
     with accumulation.recording(run.model) as events:
         train(run)
     yield accumulation.accumulation_calls(events, run.accumulation_steps)
+    has_room = _has_room(run)
+    if run.accelerator.mixed_precision == "fp16" or not has_room:
+        yield skipped("one against many", FP16 if has_room else "no room for a whole model")
+        return
     logged = list(read_events(run.events.path))
     ours = [(e["loss"], e["grad_norm"]) for e in logged if e["event"] == "train"]
     alone = _alone(run)
@@ -382,9 +440,8 @@ class _Job:
         if run.accelerator.scaler is not None:
             self.parts["scaler"] = run.accelerator.scaler
 
-    def _begin(self) -> Iterator[Batch]:
-        self.run.model.train()
-        for batch in self.run.start():
+    def _noting(self, micro_batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in micro_batches:
             self.seen += _places(batch)
             yield batch
 
@@ -393,9 +450,12 @@ class _Job:
         if self.micro_batches is None:
             if self.run.step == 0:
                 start_or_resume(self.run)
-            self.micro_batches = self._begin()
+            self.run.model.train()
+            self.micro_batches = self._noting(self.run.start())
         self.seen = []
-        update(self.run, self.micro_batches)
+        following = update(self.run, self.micro_batches)
+        if following is not self.micro_batches:
+            self.micro_batches = self._noting(following)
         return self.seen
 
     def save(self, folder: Path) -> None:

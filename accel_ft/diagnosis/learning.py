@@ -41,7 +41,9 @@ def initial_loss(loss: float, num_labels: int, is_fresh: bool = True) -> Finding
 def gradient_norms(model: nn.Module) -> Finding:
     """Look at the gradients that a backward pass has left: finite, and not all zero."""
     check = "gradient norms"
-    norms = {n: float(p.grad.norm()) for n, p in model.named_parameters() if p.grad is not None}
+    norms = {
+        n: float(p.grad.float().norm()) for n, p in model.named_parameters() if p.grad is not None
+    }
     if not norms:
         return failed(check, "no parameter has a gradient", "loss.backward(), requires_grad")
     sick = [name for name, norm in norms.items() if not math.isfinite(norm)]

@@ -2,8 +2,8 @@
 
 What you see: each rank trains alone; weights that never change; a hang at the first collective.
 What it is: a DataLoader or a model that was built while the process believed to be the only one; an
-optimizer that holds the parameters from before FSDP replaced them; a device that was set after
-tensors were made on another; a rank that comes to `prepare` minutes after the others.
+optimizer that holds the parameters from before FSDP replaced them; a rank that comes to `prepare`
+minutes after the others.
 """
 
 import contextlib
@@ -51,7 +51,6 @@ def construction() -> Iterator[Construction]:
     with contextlib.ExitStack() as patches:
         patches.enter_context(noting(DataLoader, "__init__", "DataLoader"))
         patches.enter_context(noting(torch.optim.Optimizer, "__init__", "optimizer"))
-        patches.enter_context(noting(torch.cuda, "set_device", "device"))
         patches.enter_context(noting(dist, "init_process_group", "process group"))
         yield log
 
@@ -66,36 +65,35 @@ def construction_order(log: Construction, num_ranks: int) -> Finding:
     check = "order of construction"
     if num_ranks == 1:
         return skipped(check, "one process: there is no group to be late")
-    early = [what for what, had_group in log.events if not had_group and what == "DataLoader"]
-    late_device = False
-    for what, had_group in log.events:
-        late_device |= what == "device" and had_group
-    ranks = gather((early, late_device, dist.is_initialized()))
-    if not all(has_group for _, _, has_group in ranks):
+    early = sum(what == "DataLoader" and not had_group for what, had_group in log.events)
+    ranks = gather((early, dist.is_initialized()))
+    if not all(has_group for _, has_group in ranks):
         return failed(check, "there is no process group", "Accelerator() or init_process_group()")
-    if any(early for early, _, _ in ranks):
-        return failed(
-            check,
-            f"{len(early)} DataLoader built before the process group: its sampler knows one rank",
-            "make the Accelerator (or init_process_group) first, then the DataLoader",
-        )
-    if any(late for _, late, _ in ranks):
+    at_fault = [rank for rank, (early, _) in enumerate(ranks) if early]
+    if at_fault:
         return warned(
             check,
-            "torch.cuda.set_device after the process group",
-            "set the device first: NCCL takes the one that is set",
+            f"{max(early for early, _ in ranks)} DataLoader built before the process group, on "
+            f"rank {listed(at_fault)}: a sampler made then knows one rank",
+            "make the Accelerator (or init_process_group) first, then the DataLoader; see "
+            "`training rows` for whether the ranks share their rows",
         )
     return passed(check, f"{len(log.events)} parts, the process group first")
 
 
-def optimizer_holds_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> Finding:
-    """Compare the optimizer's tensors with the model's trainable parameters, by identity."""
+def optimizer_holds_model(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Finding:
+    """Compare the optimizers' tensors with the model's parameters, by identity.
+
+    Returns:
+        FAIL where they hold tensors the model does not have, WARN where trainable ones are in none.
+    """
     check = "optimizer's parameters"
-    parameters = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    missing = [name for key, name in parameters.items() if key not in held]
-    strangers = len(held - parameters.keys())
-    if missing:
+    own = {id(p) for p in model.parameters()}
+    trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    missing = [name for key, name in trainable.items() if key not in held]
+    strangers = len(held - own)
+    if strangers and missing:
         return failed(
             check,
             f"the optimizer holds {strangers} tensors the model no longer has, and not: "
@@ -103,11 +101,18 @@ def optimizer_holds_model(model: nn.Module, optimizer: torch.optim.Optimizer) ->
             "build the optimizer after FSDP has wrapped the model, or prepare both in one call "
             "(accelerator.prepare(model, optimizer)), which exchanges them",
         )
-    return passed(check, f"all {len(parameters)} trainable parameters are held")
+    if missing:
+        return warned(
+            check,
+            f"in no optimizer, and so never trained: {listed(missing)}",
+            "give them to an optimizer, or requires_grad_(False)",
+        )
+    return passed(check, f"all {len(trainable)} trainable parameters are held")
 
 
 def arrival(stage: str, limit_seconds: float = SPREAD_SECONDS) -> Finding:
-    """Measure how far apart the ranks arrive here. Collective.
+    """Measure how far apart the ranks arrive here, by their machines' clocks. Collective: where a
+    rank never arrives, `postmortem.Stages` tells.
 
     Args:
         stage: its name.

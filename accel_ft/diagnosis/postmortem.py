@@ -13,7 +13,9 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -33,7 +35,7 @@ class Stages:
         stage("model") ...
 
     Args:
-        folder: the same for all ranks; one job's.
+        folder: the same for all ranks; one job's, a new one for each start.
         rank: of this process.
         limit_seconds: a stage that lasts longer is taken for a hang: the Python stack of every
             thread goes into the log and the process ends with exit code 1.
@@ -42,6 +44,7 @@ class Stages:
     def __init__(self, folder: Path, rank: int, limit_seconds: float) -> None:
         self.folder, self.rank, self.limit = folder, rank, limit_seconds
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"stage_{rank:05d}.json").unlink(missing_ok=True)  # of an earlier job
 
     def __call__(self, name: str) -> None:
         """Say what begins now, and give it the whole limit."""
@@ -66,12 +69,12 @@ class Stages:
     ) -> None:
         faulthandler.cancel_dump_traceback_later()
         faulthandler.disable()
-        if error is None:
+        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
             self("end")
         else:
-            import traceback
-
             print("".join(traceback.format_exception(error)), file=self._log)
+            first = str(error).strip().partition("\n")[0]
+            print(f"raised: {type(error).__name__}: {first}", file=self._log)
         self._log.close()
         with contextlib.suppress(OSError, ValueError):
             faulthandler.enable(sys.stderr)
@@ -87,68 +90,99 @@ def post_mortem(
         num_ranks: how many were started.
         exit_codes: by rank, where the caller started the processes; negative is a signal.
     """
-    codes = dict(exit_codes or {})
-    stages, stacks = {}, {}
-    for rank in range(num_ranks):
-        with contextlib.suppress(OSError, ValueError):
-            stages[rank] = json.loads((folder / f"stage_{rank:05d}.json").read_text())
-        with contextlib.suppress(OSError):
-            stacks[rank] = (folder / f"stack_{rank:05d}.log").read_text(errors="replace")
-    missing = [rank for rank in range(num_ranks) if rank not in stages]
+    ends = [_read(folder, rank, (exit_codes or {}).get(rank)) for rank in range(num_ranks)]
+    missing = [end.rank for end in ends if end.stage is None]
     if missing:
         return failed(
             CHECK, f"rank {listed(missing)} never started", "see the launcher's own output"
         )
-    unfinished = [rank for rank in stages if stages[rank]["stage"] != "end"]
-    if not unfinished:
+    lost = [end for end in ends if not end.is_well]
+    if not lost:
         return passed(CHECK, f"{num_ranks} ranks reached their end")
-    hung = [rank for rank in unfinished if stacks[rank].startswith("Timeout")]
-    crashed = [rank for rank in unfinished if rank not in hung]
-    at_end = [rank for rank in stages if rank not in unfinished]
-    gone = f"; rank {listed(at_end)} had reached its end before" if at_end else ""
-    if hung and not crashed:
-        places = [_where(rank, stages, stacks) for rank in hung]
+    well = [end.rank for end in ends if end.is_well]
+    gone = f"; rank {listed(well)} had reached its end before" if well else ""
+    hung = [end for end in lost if end.hung]
+    causes = [end for end in lost if not end.hung and not end.is_echo]
+    if hung and not causes:
         return failed(
             CHECK,
-            f"a hang: {listed(places, 8)}{gone}",
+            f"a hang: {listed([end.where for end in lost], 8)}{gone}",
             "all ranks must come to the same collectives in the same order: compare the lines; "
             f"loaders of unequal length end early on one rank; {NCCL}",
         )
-    first = min(crashed or hung, key=lambda rank: (_is_echo(stacks[rank]), stages[rank]["at"]))
-    return failed(
-        CHECK,
-        f"{_where(first, stages, stacks)}{_how(codes.get(first), stacks[first])}{gone}",
-        f"see {folder / f'stack_{first:05d}.log'}",
-    )
+    first = min(causes or lost, key=lambda end: end.at)
+    log = folder / f"stack_{first.rank:05d}.log"
+    return failed(CHECK, f"{first.where}{first.how}{gone}", f"see {log}")
 
 
-def _is_echo(stack: str) -> bool:
-    """Whether a rank only felt another's end."""
-    last = stack.rpartition("Error: ")[2].lower()
-    return "Error: " in stack and any(word in last for word in ECHOES)
+@dataclass(frozen=True)
+class _End:
+    """How one rank ended.
+
+    Attributes:
+        stage: its last one, None where it never started.
+        at: when that began, seconds.
+        stack: what its log holds.
+        code: its exit code, where known.
+    """
+
+    rank: int
+    stage: str | None
+    at: float
+    stack: str
+    code: int | None
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it reached its end."""
+        return self.stage == "end" and self.code in (None, 0)
+
+    @property
+    def hung(self) -> bool:
+        """Whether a stage lasted longer than the limit."""
+        return self.stack.startswith("Timeout")
+
+    @property
+    def error(self) -> str:
+        """Its exception, on one line, or ""."""
+        lines = [line for line in self.stack.splitlines() if line.startswith("raised: ")]
+        return lines[-1].removeprefix("raised: ") if lines else ""
+
+    @property
+    def is_echo(self) -> bool:
+        """Whether it only felt another's end: a broken connection, or a launcher's signal."""
+        felt = any(words in self.error.lower() for words in ECHOES)
+        return felt or self.code == -signal.SIGTERM
+
+    @property
+    def where(self) -> str:
+        """Rank, stage, and the innermost line of Python that is not a library's."""
+        main = self.stack.rpartition("Thread ")[2] or self.stack
+        lines = [line.strip() for line in main.splitlines() if line.strip().startswith("File ")]
+        if "most recent call last" in main:
+            lines.reverse()
+        own = [line for line in lines if "site-packages" not in line and "/lib/python" not in line]
+        return f"rank {self.rank} at stage {self.stage}" + (
+            f" at {(own or lines)[0]}" if lines else ""
+        )
+
+    @property
+    def how(self) -> str:
+        """What ended it."""
+        fatal = [line for line in self.stack.splitlines() if line.startswith("Fatal Python error")]
+        if self.code is not None and self.code < 0:
+            return f", ended by {signal.Signals(-self.code).name}"
+        if fatal or self.error:
+            return f", {self.error or fatal[0]}"
+        code = "" if self.code is None else f" with exit code {self.code}"
+        return f", ended without a word{code}: os._exit, a kill, or an exception that was swallowed"
 
 
-def _how(code: int | None, stack: str) -> str:
-    if code is not None and code < 0:
-        return f", ended by {signal.Signals(-code).name}"
-    fatal = [line for line in stack.splitlines() if line.startswith("Fatal Python error")]
-    if fatal:
-        return f", {fatal[0]}"
-    raised = [
-        line for line in stack.splitlines() if line and not line.startswith((" ", "Traceback"))
-    ]
-    if raised:
-        return f", {raised[-1]}"
-    hidden = "" if code is None else f" with exit code {code}"
-    return f", ended without a word{hidden}: os._exit, or an exception that was swallowed"
-
-
-def _where(rank: int, stages: Mapping[int, dict[str, object]], stacks: Mapping[int, str]) -> str:
-    """Rank, stage, and the innermost line of Python that is not a library's."""
-    main = stacks[rank].rpartition("Thread ")[2] or stacks[rank]
-    lines = [line.strip() for line in main.splitlines() if line.strip().startswith("File ")]
-    if "most recent call last" in main:
-        lines.reverse()
-    own = [line for line in lines if "site-packages" not in line and "/lib/python" not in line]
-    place = f" at {(own or lines)[0]}" if lines else ""
-    return f"rank {rank} at stage {stages[rank]['stage']}{place}"
+def _read(folder: Path, rank: int, code: int | None) -> _End:
+    stage, at, stack = None, 0.0, ""
+    with contextlib.suppress(OSError, ValueError):
+        words = json.loads((folder / f"stage_{rank:05d}.json").read_text())
+        stage, at = words["stage"], words["at"]
+    with contextlib.suppress(OSError):
+        stack = (folder / f"stack_{rank:05d}.log").read_text(errors="replace")
+    return _End(rank, stage, at, stack, code)

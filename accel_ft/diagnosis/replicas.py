@@ -15,12 +15,16 @@ from torch import distributed as dist
 from torch import nn
 
 from accel_ft.diagnosis.finding import Finding, failed, gather, listed, passed, skipped, warned
+from accel_ft.diagnosis.gradients import backward, gradients_of
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 
 
 def digest(tensor: torch.Tensor) -> str:
     """Return a hash of a tensor's values and shape; two with the same have the same bits."""
+    if tensor.is_sparse:
+        tensor = tensor.detach().coalesce()
+        return digest(tensor.indices()) + digest(tensor.values())
     flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     head = f"{tensor.dtype}{list(tensor.shape)}".encode()
     return hashlib.blake2b(head + flat.numpy().tobytes(), digest_size=8).hexdigest()
@@ -39,9 +43,20 @@ def _differing(tensors: Tensors) -> tuple[list[str], int, list[int]]:
     return differing, len(names), sorted(odd)
 
 
-def _alike(check: str, tensors: Tensors, mend: str) -> Finding:
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP, of either version, has given each rank a share of the parameters."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules()) or any(
+        hasattr(p, "to_local") for p in model.parameters()
+    )
+
+
+def _alike(check: str, model: nn.Module, tensors: Tensors, mend: str) -> Finding:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return skipped(check, "one process: nothing to compare with")
+    if is_sharded(model):
+        return skipped(check, "each rank holds its own share under FSDP")
     differing, count, odd = _differing(tensors)
     if differing:
         words = f"{len(differing)} of {count} differ, on rank {listed(odd)}; the first is"
@@ -53,6 +68,7 @@ def same_weights(model: nn.Module) -> Finding:
     """Compare parameters bit by bit over the ranks; not for sharded ones. Collective."""
     return _alike(
         "same weights",
+        model,
         model.named_parameters(),
         "the same seed on every rank before the model is made (accelerate.utils.set_seed), or "
         "accelerator.prepare(model), which sends rank 0's round; no step of one rank alone",
@@ -60,9 +76,16 @@ def same_weights(model: nn.Module) -> Finding:
 
 
 def same_buffers(model: nn.Module) -> Finding:
-    """Compare buffers bit by bit over the ranks. Collective."""
+    """Compare buffers bit by bit over the ranks. Collective.
+
+    DDP sends rank 0's before each forward pass, which may then change them on each rank: no fault.
+    """
+    sends = any(getattr(model, n, False) for n in ("broadcast_buffers", "forward_sync_buffers"))
+    if isinstance(model, nn.parallel.DistributedDataParallel) and sends:
+        return passed("same buffers", "DDP sends rank 0's before each forward pass")
     return _alike(
         "same buffers",
+        model,
         model.named_buffers(),
         "leave DDP's broadcast_buffers on: rank 0's are sent before each forward pass, so save on "
         "rank 0; SyncBatchNorm where the statistics of all ranks are wanted",
@@ -76,6 +99,7 @@ def same_gradients(model: nn.Module) -> Finding:
     gradients = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
     return _alike(
         "same gradients",
+        model,
         gradients,
         "every rank runs the same backward passes through the wrapped model, the last one outside "
         "no_sync(), and nothing but clipping changes gradients afterwards",
@@ -86,8 +110,8 @@ def used_parameters(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Findi
     """Find trainable parameters that the loss of a batch does not depend on."""
     check = "used parameters"
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    gradients = torch.autograd.grad(loss(), [p for _, p in named], allow_unused=True)
-    unused = [name for (name, _), g in zip(named, gradients, strict=True) if g is None]
+    gradients = gradients_of(model, lambda: backward(loss()))
+    unused = [name for name, _ in named if name not in gradients]
     if unused:
         return warned(
             check,
@@ -109,12 +133,11 @@ def same_loss(loss: Callable[[Any], torch.Tensor], batch: Any) -> Finding:
     check = "same loss"
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return skipped(check, "one process: nothing to compare with")
-    shared = [batch]
-    dist.broadcast_object_list(shared, src=0)
+    first = gather(batch)[0]
     with torch.no_grad():
-        losses = gather(float(loss(shared[0])))
-    spread = max(losses) - min(losses)
-    if not spread <= 1e-6 * max(1.0, abs(losses[0])):
+        losses = gather(float(loss(first)))
+    limit = 1e-6 * max(1.0, abs(losses[0]))
+    if not all(abs(value - losses[0]) <= limit for value in losses):
         return failed(
             check,
             f"of the same batch the ranks compute {listed([f'{x:.7f}' for x in losses], 8)}",

@@ -10,13 +10,23 @@ counted in an evaluation. It is measured by what the loader yields, not by how i
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from accel_ft.diagnosis.finding import Finding, Verdict, failed, gather, listed, passed, warned
+from accel_ft.diagnosis.finding import (
+    Finding,
+    Verdict,
+    failed,
+    gather,
+    listed,
+    passed,
+    skipped,
+    warned,
+)
 
 TRAINING, EVALUATION = "training rows", "evaluation rows"
+DRAWN_WITH_REPLACEMENT = 0.45  # share of the rows that is left out, and some more: 1 / e
 SHARD = (
     "accelerator.prepare(loader), or DataLoader(sampler=DistributedSampler(dataset)), after the "
     "process group exists"
@@ -24,15 +34,22 @@ SHARD = (
 
 
 def row_ids(batch: Any) -> list[Any]:
-    """Return a hash of each row of a batch of tensors, however nested; equal rows, equal hashes."""
-    tensors = list(_tensors(batch))
+    """Return a hash of each row of a batch of tensors, however nested; equal rows, equal hashes.
+
+    Rows that are augmented, or padded to the longest of their batch, have another hash each time:
+    give the loader's rows numbers and pass `ids`.
+    """
+    tensors = [tensor for tensor in _tensors(batch) if tensor.ndim > 0]
+    tensors = [tensor for tensor in tensors if len(tensor) == len(tensors[0])]
     rows = len(tensors[0]) if tensors else 0
     return [
-        hashlib.blake2b(
-            b"".join(tensor[row].cpu().numpy().tobytes() for tensor in tensors), digest_size=8
-        ).hexdigest()
+        hashlib.blake2b(b"".join(_bytes(tensor[row]) for tensor in tensors)).hexdigest()[:16]
         for row in range(rows)
     ]
+
+
+def _bytes(row: torch.Tensor) -> bytes:
+    return row.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def _tensors(batch: Any) -> Iterable[torch.Tensor]:
@@ -44,6 +61,29 @@ def _tensors(batch: Any) -> Iterable[torch.Tensor]:
     elif isinstance(batch, list | tuple):
         for value in batch:
             yield from _tensors(value)
+
+
+class _Read(NamedTuple):
+    """What one rank read: names of its rows, and its largest batch; or why it could not."""
+
+    names: list[Any]
+    batch: int = 0
+    error: str = ""
+
+
+def _read(loader: Iterable[Any], ids: Callable[[Any], list[Any]]) -> list[_Read]:
+    """Read a loader to its end on every rank. Collective, also where a rank cannot."""
+    names: list[Any] = []
+    largest = 0
+    try:
+        for batch in loader:
+            found = ids(batch)
+            names += found
+            largest = max(largest, len(found))
+        mine = _Read(names, largest)
+    except Exception as error:
+        mine = _Read(names, largest, f"{type(error).__name__}: {error}")
+    return gather(mine)
 
 
 def training_sampling(
@@ -61,15 +101,17 @@ def training_sampling(
         before_epoch: what the loop itself does first in each epoch, such as `set_epoch`.
 
     Returns:
-        FAIL where ranks read the same rows or rows are missing, or both epochs have one order.
+        FAIL where ranks read the same rows, rows are missing, or both epochs have one order.
+        Rows that are left out or repeated at the end of an epoch, fewer than one batch of all
+        ranks, are no fault.
     """
     epochs = []
     for epoch in range(2):
         before_epoch(epoch)
-        epochs.append(gather([name for batch in loader for name in ids(batch)]))
+        epochs.append(_read(loader, ids))
     finding = _coverage(TRAINING, epochs[0], num_samples)
-    same_order = epochs[0] == epochs[1] and num_samples > len(epochs[0])
-    if finding.verdict is not Verdict.FAIL and same_order:
+    first, second = ([rank.names for rank in epoch] for epoch in epochs)
+    if finding.verdict is Verdict.PASS and first == second and num_samples > len(first):
         return failed(
             TRAINING,
             "both epochs have one order",
@@ -88,40 +130,65 @@ def evaluation_sampling(
         num_samples: rows of the whole data set.
         ids: names of the rows of a batch whose predictions are counted.
     """
-    ranks = gather([name for batch in loader for name in ids(batch)])
+    ranks = _read(loader, ids)
     finding = _coverage(EVALUATION, ranks, num_samples)
-    counted = sum(map(len, ranks))
-    if finding.verdict is not Verdict.FAIL and counted > num_samples:
+    counted = sum(len(rank.names) for rank in ranks)
+    if finding.verdict is not Verdict.PASS or counted == num_samples:
+        return finding
+    if counted < num_samples:
         return failed(
             EVALUATION,
-            f"{counted} predictions are counted of {num_samples} rows: what makes the ranks even "
-            f"counts twice ({finding.measured})",
-            "give each row its number, gather (number, prediction), and count each number once",
+            f"{num_samples - counted} rows are not evaluated ({finding.measured})",
+            "drop_last=False",
         )
-    return finding
-
-
-def _coverage(check: str, ranks: list[list[Any]], num_samples: int) -> Finding:
-    sizes = [len(rank) for rank in ranks]
-    counts = Counter(name for rank in ranks for name in rank)
-    owners = Counter(name for rank in ranks for name in set(rank))
-    shared = [name for name, count in owners.items() if count > 1]
-    twice = sum(counts.values()) - len(counts)
-    about = f"rows of each rank {listed(sizes, 8)}; {len(counts)} different ones of {num_samples}"
-    if len(ranks) > 1 and len(shared) > max(len(ranks), num_samples // 10):
-        return failed(
-            check, f"the ranks read the same rows: {len(shared)} on more than one; {about}", SHARD
-        )
-    if len(counts) < num_samples:
-        return failed(
-            check,
-            f"{num_samples - len(counts)} rows are never read, or equal another; {about}",
-            "drop_last=False, and a sampler that covers the data set; rows that are equal: "
-            "give them ids",
-        )
-    if twice:
+    twice = (
+        f"{counted} predictions are counted of {num_samples} rows: what makes the ranks even "
+        f"counts twice ({finding.measured})"
+    )
+    if hasattr(loader, "gradient_state"):  # accelerate's
         return warned(
-            check, f"{twice} rows are read twice to make the ranks even; {about}", "give them "
-            "weight 0; in an evaluation count each row once",
+            EVALUATION, twice, "accelerator.gather_for_metrics(...) drops them, inside the loop "
+            "and with batches of one size; else count each row's number once",
         )  # fmt: skip
+    return failed(
+        EVALUATION, twice, "give each row its number, gather (number, prediction), and count each "
+        "number once",
+    )  # fmt: skip
+
+
+def _coverage(  # noqa: PLR0911
+    check: str, ranks: list[_Read], num_samples: int
+) -> Finding:
+    errors = [f"rank {n}: {rank.error}" for n, rank in enumerate(ranks) if rank.error]
+    sizes = [len(rank.names) for rank in ranks]
+    counts = Counter(name for rank in ranks for name in rank.names)
+    owners = Counter(name for rank in ranks for name in set(rank.names))
+    shared = sum(count > 1 for count in owners.values())
+    total, different = sum(sizes), len(counts)
+    room = sum(rank.batch for rank in ranks)  # what evening out, or dropping the end, may cost
+    about = f"rows of each rank {listed(sizes, 8)}; {different} different ones of {num_samples}"
+    if errors:
+        return failed(check, f"cannot be read to the end: {listed(errors)}", "see the message")
+    if total == 0:
+        return skipped(check, "no tensors in the batches: pass ids=, the numbers of a batch's rows")
+    all_read_all = len(ranks) > 1 and total - num_samples > max(room, num_samples // 10)
+    if all_read_all or (len(ranks) > 1 and shared > max(room, num_samples // 10)):
+        return failed(
+            check, f"the ranks read the same rows: {shared} on more than one; {about}", SHARD
+        )
+    if different > num_samples:
+        return skipped(
+            check, f"rows change each time they are read ({about}): pass ids=, numbers of the rows"
+        )
+    missing = num_samples - different
+    if missing > room and (total < num_samples or missing > DRAWN_WITH_REPLACEMENT * num_samples):
+        return failed(
+            check, f"{missing} rows are never read; {about}", "a sampler that covers the data set"
+        )
+    if missing > room:
+        return warned(
+            check,
+            f"{missing} rows are never read, or equal another; {about}",
+            "drawn with replacement? rows that are equal: pass ids=, numbers of the rows",
+        )
     return passed(check, about)

@@ -2,10 +2,11 @@
 warning that is easily misread.
 
 What you see: "Grad strides do not match bucket view strides". What it is: with
-`gradient_as_bucket_view` a gradient is a view of its bucket, laid out as the parameter is. A
-convolution that is fed channels_last computes a channels_last gradient, so each one is copied over.
-`grad.contiguous()` in a hook does nothing where a dimension has size 1, such as [64, 1, 3, 3]:
-that tensor counts as contiguous with any stride there, and keeps it.
+`gradient_as_bucket_view` a gradient is a view of its bucket, laid out as the parameter is. Autograd
+lays gradients out so, too, except where the strides differ only in dimensions of size 1: a
+convolution with one input channel that is fed channels_last, [64, 1, 3, 3] with strides
+(9, 1, 3, 1). `grad.contiguous()` in a hook does nothing: that tensor counts as contiguous with any
+stride there, and keeps it.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from accel_ft.diagnosis.finding import Finding, failed, listed, passed
+from accel_ft.diagnosis.gradients import backward, gradients_of
 
 CHECK = "gradient strides"
 MEND = (
@@ -37,10 +39,10 @@ def bucket_strides(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def gradient_strides(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Finding:
-    """Compare the strides of each gradient with those of its bucket.
+    """Compare the strides of each gradient, as it is accumulated, with those of its bucket.
 
     Args:
-        model: plain or wrapped by DDP; its gradients are left alone, and DDP's reduction does not
+        model: plain or wrapped by DDP; its gradients are put back, and DDP's reduction does not
             run.
         loss: computes the loss of a batch, a scalar, with the inner model (`model.module`).
 
@@ -48,11 +50,13 @@ def gradient_strides(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Find
         FAIL with name, shape and both strides of those that differ.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    gradients = torch.autograd.grad(loss(), [p for _, p in named], allow_unused=True)
+    gradients = gradients_of(model, lambda: backward(loss()))
     differing = [
-        f"{name} {list(p.shape)}: gradient {gradient.stride()}, bucket {bucket_strides(p)}"
-        for (name, p), gradient in zip(named, gradients, strict=True)
-        if gradient is not None and gradient.stride() != bucket_strides(p)
+        f"{name} {list(p.shape)}: gradient {gradients[name].stride()}, bucket {bucket_strides(p)}"
+        for name, p in named
+        if name in gradients
+        and gradients[name].layout == torch.strided
+        and gradients[name].stride() != bucket_strides(p)
     ]
     if differing:
         return failed(CHECK, f"{len(differing)} of {len(named)} differ: {listed(differing)}", MEND)
@@ -68,7 +72,7 @@ def match_strides(model: nn.Module) -> list[Any]:
 
     def hook_of(strides: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
         def hook(gradient: torch.Tensor) -> torch.Tensor:
-            if gradient.stride() == strides:
+            if gradient.layout != torch.strided or gradient.stride() == strides:
                 return gradient
             laid_out = torch.empty_strided(
                 gradient.shape, strides, dtype=gradient.dtype, device=gradient.device

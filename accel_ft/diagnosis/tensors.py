@@ -8,70 +8,106 @@ needs.
 All of it is found by looking at the objects and by running, never by reading the source.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice, pairwise
+from multiprocessing import get_start_method
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from accel_ft.diagnosis.finding import Finding, failed, listed, passed, skipped, warned
+from accel_ft.diagnosis.gradients import backward, gradients_of
 
 LARGE_BYTES = 64 * 2**20
+LONG_LIST = 1_000_000
 
 
-def _parts(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and modules that hang below an object, with the way to each."""
-    if isinstance(value, torch.Tensor | nn.Module):
+def _parts(
+    value: Any, path: str, seen: set[int] | None = None, depth: int = 0
+) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors, arrays, modules and long lists that hang below an object, with the way to
+    each.
+    """
+    seen = set() if seen is None else seen
+    if id(value) in seen or depth > 4:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor | nn.Module | np.ndarray):
         yield path, value
-    elif isinstance(value, dict):
-        for key, each in list(value.items())[:64]:
-            yield from _parts(each, f"{path}[{key!r}]", depth + 1)
+    elif isinstance(value, Mapping):
+        for key, each in islice(value.items(), 64):
+            yield from _parts(each, f"{path}[{key!r}]", seen, depth + 1)
     elif isinstance(value, list | tuple):
+        if len(value) > LONG_LIST:
+            yield path, value
         for number, each in enumerate(value[:64]):
-            yield from _parts(each, f"{path}[{number}]", depth + 1)
-    elif depth < 3 and hasattr(value, "__dict__"):
+            yield from _parts(each, f"{path}[{number}]", seen, depth + 1)
+    elif hasattr(value, "__dict__"):
         for key, each in vars(value).items():
-            yield from _parts(each, f"{path}.{key}", depth + 1)
+            yield from _parts(each, f"{path}.{key}", seen, depth + 1)
+
+
+def _far(path: str, part: Any) -> list[str]:
+    """What of a part is not on the CPU."""
+    named: list[tuple[str, torch.Tensor]] = []
+    if isinstance(part, nn.Module):
+        named += [(f"{path}.{name}", p) for name, p in part.named_parameters()]
+    elif isinstance(part, torch.Tensor):
+        named.append((path, part))
+    return [f"{name} on {tensor.device}" for name, tensor in named if tensor.device.type != "cpu"]
 
 
 def dataset_tensors(loader: DataLoader[Any]) -> Finding:
-    """Look for tensors of an accelerator, and for large ones that each worker would copy, in what a
-    loader's data set yields and holds.
+    """Look for tensors of an accelerator, and for what each worker would copy, in what a loader's
+    data set yields and holds, and in what its `collate_fn` makes of a row.
     """
     check = "tensors of the data set"
-    dataset = loader.dataset
-    first = next(iter(dataset)) if not hasattr(dataset, "__getitem__") else dataset[0]
-    yielded = list(_parts(first, "sample"))
+    dataset, workers = loader.dataset, loader.num_workers
+    iterable = isinstance(dataset, IterableDataset)
+    row = next(iter(dataset)) if iterable else dataset[0]
+    yielded = list(_parts(row, "sample"))
+    with contextlib.suppress(Exception):  # a collate_fn that wants more rows
+        yielded += _parts(loader.collate_fn([row]), "batch")
     held = list(_parts(dataset, "dataset"))
-    far = [
-        f"{path} on {part.device}"
-        for path, part in [*yielded, *held]
-        if isinstance(part, torch.Tensor) and part.device.type != "cpu"
-    ]
-    workers = f"{loader.num_workers} workers"
-    if far and loader.num_workers > 0:
+    far = [words for path, part in [*yielded, *held] for words in _far(path, part)]
+    if far and workers > 0:
         return failed(
             check,
-            f"{listed(far)}, with {workers}: a worker cannot use the parent's device",
+            f"{listed(far)}, with {workers} workers: they cannot use the parent's device",
             "yield tensors on the CPU and move each batch (accelerate's loader does), or "
             "num_workers=0",
         )
-    large = [
-        f"{path}, {part.nbytes / 2**20:.0f} MiB"
-        for path, part in held
-        if isinstance(part, torch.Tensor) and part.nbytes > LARGE_BYTES and not part.is_shared()  # type: ignore[no-untyped-call]
-    ]
-    if large and loader.num_workers > 0 and loader.multiprocessing_context is not None:
+    copied = [words for path, part in held if (words := _copied(path, part, loader))]
+    if copied and workers > 0:
         return warned(
             check,
-            f"{listed(large)} is copied into each of {workers}",
-            "tensor.share_memory_(), or a memory-mapped file that each worker opens",
+            f"each of {workers} workers copies {listed(copied)}",
+            "tensor.share_memory_(), or a memory-mapped file (numpy.memmap, Arrow) that each opens",
         )
     if far:
         return warned(check, listed(far), "yield tensors on the CPU: each row is a copy of its own")
-    return passed(check, f"{len(yielded)} a sample, all on the CPU; {workers}")
+    return passed(
+        check, f"a row, a batch and what the data set holds are on the CPU; {workers} workers"
+    )
+
+
+def _copied(path: str, part: Any, loader: DataLoader[Any]) -> str:
+    """What a worker copies: lists as their reference counts are written, all of it where workers
+    are not forked.
+    """
+    if isinstance(part, list | tuple):
+        return f"{path}, a list of {len(part):,}"
+    context = loader.multiprocessing_context
+    method = context.get_start_method() if context is not None else get_start_method()
+    if method == "fork" or isinstance(part, np.memmap | nn.Module):
+        return ""
+    if isinstance(part, torch.Tensor) and part.is_shared():  # type: ignore[no-untyped-call]
+        return ""
+    return f"{path}, {part.nbytes / 2**20:.0f} MiB" if part.nbytes > LARGE_BYTES else ""
 
 
 def shared_modules(dataset: Any, model: nn.Module) -> Finding:
@@ -81,9 +117,9 @@ def shared_modules(dataset: Any, model: nn.Module) -> Finding:
         p.data_ptr()
         for _, part in _parts(dataset, "dataset")
         for p in (part.parameters() if isinstance(part, nn.Module) else [part])
-        if p.numel() > 0 and p.device.type != "meta"
+        if isinstance(p, torch.Tensor) and _has_memory(p)
     }
-    shared = [name for name, p in model.named_parameters() if p.data_ptr() in inside]
+    shared = [n for n, p in model.named_parameters() if _has_memory(p) and p.data_ptr() in inside]
     if shared:
         return failed(
             check,
@@ -95,29 +131,44 @@ def shared_modules(dataset: Any, model: nn.Module) -> Finding:
     return passed(check, "they share no parameter")
 
 
-def aliased_parameters(model: nn.Module) -> Finding:
-    """Look for parameters that are different objects in the same memory, and for tied ones."""
+def _has_memory(tensor: torch.Tensor) -> bool:
+    plain = tensor.layout == torch.strided and not hasattr(tensor, "to_local")
+    return plain and tensor.numel() > 0 and tensor.device.type != "meta"
+
+
+def aliased_parameters(model: nn.Module, sharded: bool = False) -> Finding:
+    """Look for parameters that are different objects in the same bytes, and for tied ones.
+
+    Args:
+        model: not wrapped yet.
+        sharded: whether it is to be, which tied parameters must be fit for.
+    """
     check = "views and ties"
-    memory = defaultdict(list)
+    spans = []
     for name, p in model.named_parameters(remove_duplicate=False):
-        if p.numel() > 0 and p.device.type != "meta" and not hasattr(p, "to_local"):
-            memory[p.untyped_storage().data_ptr()].append((name, id(p)))
-    views = [[n for n, _ in group] for group in memory.values() if len({i for _, i in group}) > 1]
-    ties = [[n for n, _ in group] for group in memory.values() if len(group) > 1]
+        if _has_memory(p):
+            reach = 1 + sum((s - 1) * step for s, step in zip(p.shape, p.stride(), strict=True))
+            spans.append((p.data_ptr(), p.data_ptr() + reach * p.element_size(), name, id(p)))
+    spans.sort()
+    views: list[str] = []
+    ties: list[str] = []
+    for before, after in pairwise(spans):
+        if after[0] < before[1]:
+            (ties if after[3] == before[3] else views).append(f"{before[2]} = {after[2]}")
     if views:
         return failed(
             check,
-            f"views of one memory: {listed([' = '.join(group) for group in views])}: sharding "
-            "gives each a share of its own, and they drift apart",
+            f"views of one memory: {listed(views)}: sharding gives each a share of its own, and "
+            "they drift apart",
             "one nn.Parameter used in both places (module_b.weight = module_a.weight)",
         )
-    if ties:
+    if ties and sharded:
         return warned(
             check,
-            f"tied: {listed([' = '.join(group) for group in ties])}",
+            f"tied: {listed(ties)}",
             "under FSDP both must be in the same wrapped unit: leave them to the root",
         )
-    return passed(check, "each parameter has its own memory")
+    return passed(check, f"tied: {listed(ties)}" if ties else "each parameter has its own memory")
 
 
 def in_place(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Finding:
@@ -130,8 +181,7 @@ def in_place(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Finding:
         with torch.autograd.set_detect_anomaly(True, check_nan=False):
             value = loss()
             changed = [n for n, p in model.named_parameters() if p._version != versions[n]]
-            inputs = [p for p in model.parameters() if p.requires_grad]
-            torch.autograd.grad(value, inputs, allow_unused=True)
+            gradients_of(model, lambda: backward(value))
     except RuntimeError as error:
         if "inplace operation" not in str(error) and "in-place operation" not in str(error):
             return skipped(check, f"the loss could not be computed: {error}")

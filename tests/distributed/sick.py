@@ -83,7 +83,7 @@ def same_data():
         "mended": sampling.training_sampling(sharded, 20, ids, sampler.set_epoch),
         "no ids": sampling.training_sampling(sharded, 20, before_epoch=sampler.set_epoch),
         "a rank too few": sampling.training_sampling(
-            DataLoader(ROWS, 4, sampler=DistributedSampler(ROWS, num_replicas=3, rank=dist.get_rank())), 20, ids,
+            DataLoader(ROWS, 2, sampler=DistributedSampler(ROWS, num_replicas=3, rank=dist.get_rank())), 20, ids,
         ),
     }  # fmt: skip
 
@@ -119,12 +119,12 @@ def seeds():
 
 
 def drifting_buffer():
+    """Without broadcast_buffers; as DDP has it by default, it is no fault."""
     torch.manual_seed(dist.get_rank())
     kept = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     sent = DistributedDataParallel(copy.deepcopy(kept))
     for net in (kept, sent):
         net(torch.randn(8, 2))
-    sent.eval()(torch.randn(8, 2))  # sends rank 0's, and changes none
     return {"broken": replicas.same_buffers(kept), "mended": replicas.same_buffers(sent)}
 
 
@@ -291,7 +291,59 @@ def means_of_means():
     return {"broken": updates(weigh=False), "mended": updates(weigh=True)}
 
 
+# Programs that are well, and were once condemned.
+
+
+class Flaky(torch.utils.data.Dataset):
+    """Rows that are augmented: other numbers each time."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, row):
+        return torch.randn(3), row
+
+
+def healthy():
+    from torch.distributed.fsdp import fully_shard
+
+    sampler = DistributedSampler(ROWS, shuffle=True)
+    dropping = DataLoader(ROWS, 3, sampler=sampler, drop_last=True)
+    odd = torch.utils.data.Subset(ROWS, range(19))
+    evened = DistributedSampler(odd, shuffle=True)
+    images = torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.LazyLinear(2))
+    net(images)
+    sharded = small_model()
+    fully_shard(sharded)
+    model = DistributedDataParallel(small_model())
+    with accumulation.recording(model):
+        loss_of(model, ROWS[:4]).backward()
+    listening = len(accumulation._listening)
+    del model
+    import gc
+
+    gc.collect()
+    return {
+        "drop_last": sampling.training_sampling(dropping, 20, ids, sampler.set_epoch),
+        "made even": sampling.training_sampling(
+            DataLoader(odd, 4, sampler=evened), 19, ids, evened.set_epoch
+        ),
+        "channels_last": strides.gradient_strides(net, lambda: net(images).square().mean()),
+        "sharded": replicas.same_weights(sharded),
+        "freed": [listening - len(accumulation._listening)],
+    }
+
+
+def augmented():
+    """Rows that no hash tells apart: who reads all of them is found by the count."""
+    return {
+        "broken": sampling.training_sampling(DataLoader(Flaky(), 4, shuffle=True), 20),
+    }  # fmt: skip
+
+
 CASES = [
+    healthy, augmented,
     strided, same_data, no_set_epoch, padded_evaluation, seeds, drifting_buffer, tampered, skipped_backward, probe,
     late_rank, synchronised_too_often, fresh_state, means_of_means,
 ]  # fmt: skip

@@ -62,6 +62,17 @@ def test_the_broken_program_is_named_and_the_mend_works(
     assert set(others.values()) == {"PASS"}, found[program]
 
 
+def test_healthy_programs_pass(found: dict[str, Any]) -> None:
+    cases = found["healthy"]
+    assert cases.pop("freed") == [1]  # DDP, once recorded, can be freed
+    assert cases.pop("sharded")["verdict"] == "SKIP"
+    assert {finding["verdict"] for finding in cases.values()} == {"PASS"}, cases
+
+
+def test_augmented_rows(found: dict[str, Any]) -> None:
+    assert "the ranks read the same rows" in found["augmented"]["broken"]["measured"]
+
+
 def test_rows_never_read(found: dict[str, Any]) -> None:
     assert "rows are never read" in found["same_data"]["a rank too few"]["measured"]
 
@@ -86,7 +97,12 @@ def test_healthy_ranks(tmp_path: Path, config: str) -> None:
     assert set(verdicts.values()) == {"PASS", "SKIP"}, done.stdout
     skipped = {check for check, verdict in verdicts.items() if verdict == "SKIP"}
     if "fsdp" in config:
-        assert skipped == {"Hub", "same weights at the start", "same weights at the end"}
+        shares = {
+            f"same {what} at the {when}"
+            for what in ("weights", "buffers")
+            for when in ("start", "end")
+        }
+        assert skipped == {"Hub", *shares}
     else:
         assert skipped == {"Hub"}
 
