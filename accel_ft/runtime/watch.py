@@ -170,6 +170,8 @@ class Watch:
                 limit = self.limit / 2 if "imed out" in str(error) else 0.0
                 found = self._find_lost(limit, wait_seconds=GRACE_SECONDS)
                 lost = found[1] if found is not None else self._if_timed_out(error)
+                if lost is None and not self.folder.is_dir():
+                    lost = f"rank {self.rank} lost the others, and {self.folder.parent} is gone"
             self._failed = f"{type(error).__name__}: {error}"
             words = lost or self._words(self._beat, f"failed ({self._failed})")
             leave_last_words(f"error: {words}")  # the launcher may end this rank from here on

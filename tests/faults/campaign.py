@@ -686,8 +686,8 @@ def disk(bench: Bench, tries: int) -> Iterator[Callable[[], None]]:
     """On a small tmpfs: full, read-only or gone in the middle of a run, and too small from the start: one message, all
     ranks gone, the last checkpoint intact, the staging folder gone; goes on identically once there is room."""
     for number in range(tries):
-        for kind in ("full", "read-only", "vanished", "too small"):
-            yield lambda kind=kind, number=number: _on_small_disk(bench, kind, 1 + number % 2)
+        for kind, ranks in (("full", 0), ("read-only", 1), ("vanished", 1), ("too small", 0)):
+            yield lambda kind=kind, n=number + ranks: _on_small_disk(bench, kind, 1 + n % 2)
 
 
 def _on_small_disk(bench: Bench, kind: str, num_ranks: int) -> None:
