@@ -4,6 +4,7 @@ import contextlib
 import gc
 import json
 import math
+import time
 from pathlib import Path
 
 import numpy as np
@@ -382,6 +383,9 @@ def test_overfits() -> None:
         return learning.overfits(step, steps=300)
 
     well(trained(0.1, shuffled=False))
+    falling = iter([1.0, 0.8, 0.45])
+    slow = learning.overfits(lambda: time.sleep(0.1) or next(falling), seconds=0.25)
+    assert "half, which" in slow.measured
     caught(trained(1e-6, shuffled=False), "not below 0.1")
     caught(trained(0.1, shuffled=True), "in 300 updates")
 
