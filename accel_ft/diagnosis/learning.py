@@ -12,7 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from accel_ft.diagnosis.finding import Finding, failed, listed, passed, warned
+from accel_ft.diagnosis.finding import Finding, failed, listed, passed, skipped, warned
+
+ENOUGH_UPDATES = 20
 
 
 def initial_loss(loss: float, num_labels: int, is_fresh: bool = True) -> Finding:
@@ -73,7 +75,8 @@ def overfits(
     Args:
         step: one update on the samples, all of them; returns its loss.
         steps: at most.
-        seconds: at most; a loss that has fallen by half then is enough.
+        seconds: at most; a loss that has fallen by half then is enough, and a few updates tell
+            nothing.
         goal: loss in nats that is near enough.
         patience: updates in a row that must be below it.
     """
@@ -91,6 +94,8 @@ def overfits(
     about = f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} updates, not below {goal}"
     if len(losses) < steps and losses[-1] < losses[0] / 2:
         return passed(check, f"{about}: half, which {seconds:.0f} s allow")
+    if len(losses) < min(steps, ENOUGH_UPDATES) and math.isfinite(losses[-1]):
+        return skipped(check, f"{about}: too slow a device to tell in {seconds:.0f} s")
     return failed(
         check,
         about,

@@ -386,6 +386,8 @@ def test_overfits() -> None:
     falling = iter([1.0, 0.8, 0.45])
     slow = learning.overfits(lambda: time.sleep(0.1) or next(falling), seconds=0.25)
     assert "half, which" in slow.measured
+    slow = learning.overfits(lambda: time.sleep(0.1) or 1.0, seconds=0.25)
+    assert (slow.verdict, "too slow a device" in slow.measured) == ("SKIP", True)
     caught(trained(1e-6, shuffled=False), "not below 0.1")
     caught(trained(0.1, shuffled=True), "in 300 updates")
 
