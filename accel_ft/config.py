@@ -75,9 +75,10 @@ class DataConfig(Config):
     """Tokens a text is cut at."""
     max_eval_samples: int | None = Field(None, ge=1)
     """Use this many validation rows, drawn at random (always the same ones)."""
-    per_device_eval_batch_size: int = Field(64, ge=1)
+    per_device_eval_batch_size: int | None = Field(None, ge=1)
     """Samples of one evaluation batch on one rank, of the longest texts; of shorter ones as many
-    more as make the same number of tokens."""
+    more as make the same number of tokens. Left out: 16 on a CPU, whose caches are small; else
+    64."""
 
     def rules(self) -> Iterator[Fault]:
         """Check that named files exist and have a known format."""
@@ -272,9 +273,9 @@ class PredictConfig(Config):
     """Add every label's score."""
     max_seq_length: int | None = Field(None, ge=2)
     """Tokens a text is cut at; left out: the run's, or what the model can see (512 at most)."""
-    per_device_eval_batch_size: int = Field(64, ge=1)
+    per_device_eval_batch_size: int | None = Field(None, ge=1)
     """Samples of one forward pass, of the longest texts; of shorter ones as many more as make the
-    same number of tokens."""
+    same number of tokens. Left out: 16 on a CPU, whose caches are small; else 64."""
 
     def rules(self) -> Iterator[Fault]:
         """Exactly one source of texts, and it exists."""

@@ -22,10 +22,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     from accel_ft.diagnosis.finding import Finding, Verdict, failed, table
     from accel_ft.diagnosis.job import examine
     from accel_ft.runtime.logging import setup_logging
-    from accel_ft.runtime.memory import keep_freed_memory
 
     is_main = os.environ.get("RANK", "0") == "0"
-    keep_freed_memory()
     setup_logging(0 if is_main else 1)
     logging.getLogger("accel_ft").setLevel(logging.ERROR)
     findings: list[Finding] = []

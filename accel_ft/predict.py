@@ -101,16 +101,15 @@ class Predictor:
         import numpy as np
         import torch
 
-        from accel_ft.data.plan import eval_batches
         from accel_ft.data.tokenize import token_ids
         from accel_ft.engine.step import forward
 
         tokenizer = self.classifier.tokenizer
         rows = token_ids(tokenizer, texts, self.max_seq_length) if texts else []
         scores = np.empty((len(texts), len(self.classifier.label_names)), np.float32)
-        widths = self.pad.widths(np.array([len(row) for row in rows], np.int64))
+        lengths = np.array([len(row) for row in rows], np.int64)
         with torch.inference_mode():
-            for batch in eval_batches(widths, self.config.per_device_eval_batch_size, 1):
+            for batch in self.pad.eval_batches(lengths, self.config.per_device_eval_batch_size):
                 inputs = self.pad([rows[row] for row in batch])
                 with self.accelerator.autocast():
                     logits = forward(

@@ -49,10 +49,8 @@ def fit(config: TrainConfig) -> None:
     from accel_ft.model import dropout
     from accel_ft.runtime.launch import make_accelerator
     from accel_ft.runtime.logging import read_events, setup_logging
-    from accel_ft.runtime.memory import keep_freed_memory
     from accel_ft.runtime.watch import Watch
 
-    keep_freed_memory()
     accelerator = make_accelerator(
         dataloader_config=DataLoaderConfiguration(non_blocking=True),
         kwargs_handlers=[

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
-from accel_ft.data.plan import Ids, Plan
+from accel_ft.data.plan import Ids, Plan, eval_batches
 from accel_ft.data.splits import Split
 
 Batch = dict[str, torch.Tensor]
@@ -64,7 +64,7 @@ class Padding:
     ) -> None:
         self.token_id = int(tokenizer.pad_token_id)
         self.left = tokenizer.padding_side == "left"
-        step = 1 if device.type == "cpu" else 8
+        step, self.eval_batch_size = (1, 16) if device.type == "cpu" else (8, 64)
         steps = np.arange(step, longest + step, step, dtype=np.int64)
         if compiled:
             powers = 2 ** np.arange(4, max(longest, 16).bit_length() + 1)
@@ -74,6 +74,14 @@ class Padding:
     def widths(self, lengths: NDArray[np.integer]) -> Ids:
         """Return the least allowed width of each length [k], int64 [k]."""
         return self._widths[np.searchsorted(self._widths, lengths)]
+
+    def eval_batches(
+        self, lengths: NDArray[np.integer], batch_size: int | None, num_ranks: int = 1
+    ) -> list[Ids]:
+        """Cut samples of these lengths into batches (see `eval_batches` in plan.py), of a size that
+        suits the device where none is asked for.
+        """
+        return eval_batches(self.widths(lengths), batch_size or self.eval_batch_size, num_ranks)
 
     def __call__(self, rows: list[Any]) -> Batch:
         """Pad rows of token ids to input_ids and attention_mask, int64 [B, T]."""

@@ -12,17 +12,18 @@ from numpy.typing import NDArray
 from torch import nn
 
 from accel_ft.data.loader import Batches, Padding, make_loader
-from accel_ft.data.plan import eval_batches
 from accel_ft.data.splits import Split
 from accel_ft.engine.step import forward
 
 
-def make_eval_loader(accelerator: Accelerator, split: Split, batch_size: int, pad: Padding) -> Any:
+def make_eval_loader(
+    accelerator: Accelerator, split: Split, batch_size: int | None, pad: Padding
+) -> Any:
     """Return a prepared loader of one pass over `split`: the same batches whatever the number of
     ranks.
     """
-    widths = pad.widths(split.lengths(np.arange(len(split), dtype=np.int64)))
-    batches = eval_batches(widths, batch_size, accelerator.num_processes)
+    lengths = split.lengths(np.arange(len(split), dtype=np.int64))
+    batches = pad.eval_batches(lengths, batch_size, accelerator.num_processes)
     return make_loader(accelerator, Batches(split, pad, len(batches), batches.__getitem__))
 
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from accel_ft.errors import LaunchError
 from accel_ft.runtime import fsdp
+from accel_ft.runtime.memory import keep_freed_memory
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def launcher_words(command: list[str]) -> list[str] | None:
 
 
 def make_accelerator(**kwargs: Any) -> Accelerator:
-    """Build the `Accelerator` that was asked for.
+    """Build the `Accelerator` that was asked for, in a process that keeps the memory it frees.
 
     Args:
         kwargs: passed to `Accelerator`.
@@ -119,6 +120,7 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
     Raises:
         LaunchError: where it cannot be had, with what was asked, what was found and how to mend it.
     """
+    keep_freed_memory()
     request = read_request()
     has_device = torch.accelerator.is_available()
     _refuse_impossible(request, has_device)

@@ -182,7 +182,7 @@ def bare(  # noqa: PLR0915
 
     from accel_ft.config import TrainConfig
     from accel_ft.data.loader import Padding, collate
-    from accel_ft.data.plan import Plan, eval_batches
+    from accel_ft.data.plan import Plan
     from accel_ft.data.splits import load_splits
     from accel_ft.engine.step import forward, weighted_loss
     from accel_ft.model import dropout, load
@@ -232,8 +232,7 @@ def bare(  # noqa: PLR0915
     test, right = splits.test, 0
     assert test is not None
     with torch.inference_mode(), autocast:
-        widths = pad.widths(test.lengths(np.arange(len(test))))
-        for places in eval_batches(widths, 64, 1):
+        for places in pad.eval_batches(test.lengths(np.arange(len(test))), None):
             batch = collate(test, places, pad)
             logits = forward(model, {k: v.to(device) for k, v in batch.items()})
             right += int((logits.argmax(-1).cpu() == batch["labels"]).sum())
