@@ -1,0 +1,45 @@
+"""Report on runs: python -m accel_ft.report RUN [RUN ...] writes report.html; --diff RUN RUN tells
+what differs between two.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from accel_ft.errors import run_command
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the report, or print the differences."""
+    parser = argparse.ArgumentParser(prog="python -m accel_ft.report", description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="where to write report.html, and its pictures into report/ (default: the first run)",
+    )
+    parser.add_argument(
+        "--diff",
+        action="store_true",
+        help="print what differs between two runs: settings, data, versions, first update",
+    )
+    options = parser.parse_args(argv)
+    if options.diff:
+        if len(options.runs) != 2:
+            parser.error("--diff needs two runs")
+        from accel_ft.reporting.compare import differences, table
+        from accel_ft.reporting.record import read_record
+
+        one, other = map(read_record, options.runs)
+        print(table(list(differences(one, other)), (one.name, other.name)))
+        return
+    from accel_ft.reporting.report import write_report
+
+    print(f"report: {write_report(options.runs, options.output or options.runs[0])}")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,1 @@
+"""A run's folder -> pictures, a report, a comparison of two runs."""

@@ -1,0 +1,113 @@
+"""What a run left behind, read once: settings, receipt, events, predictions."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from accel_ft.errors import ConfigError
+from accel_ft.runtime.logging import read_events
+
+CALIBRATION_BINS = 15
+RESAMPLES = 1000
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run as it stands on the disk.
+
+    Attributes:
+        name: of its folder.
+        settings: config.yaml.
+        receipt: receipt.json.
+        events: of metrics.jsonl.
+        predictions: arrays of predictions.npz: `logits` float32 [n, C], `labels`, `rows` int64 [n];
+            {} before the run's end.
+        mistakes: of mistakes.jsonl.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    receipt: dict[str, Any]
+    events: list[dict[str, Any]]
+    predictions: dict[str, NDArray[Any]]
+    mistakes: list[dict[str, Any]]
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        """Return the events of a kind."""
+        return [each for each in self.events if each["event"] == event]
+
+    @property
+    def label_names(self) -> list[str]:
+        """By id."""
+        names: list[str] = self.receipt["identity"]["labels"]
+        return names
+
+
+def read_record(folder: Path) -> Record:
+    """Read a run's folder.
+
+    Raises:
+        ConfigError: it holds no run.
+    """
+    events = list(read_events(folder / "metrics.jsonl"))
+    try:
+        settings = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        receipt = json.loads((folder / "receipt.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder}: holds no run of accel_ft ({error})") from error
+    predictions, mistakes = {}, []
+    if (folder / "predictions.npz").is_file():
+        with np.load(folder / "predictions.npz") as arrays:
+            predictions = dict(arrays)
+        lines = (folder / "mistakes.jsonl").read_text(encoding="utf-8").splitlines()
+        mistakes = [json.loads(line) for line in lines]
+    name = folder.resolve().name
+    return Record(name, settings, receipt, events, predictions, mistakes)
+
+
+def calibration(
+    confidence: NDArray[np.float64], correct: NDArray[np.bool_]
+) -> tuple[NDArray[np.float64], float]:
+    """Return what a reliability diagram shows, and the expected calibration error.
+
+    Source: Guo et al., arXiv:1706.04599, with 15 bins of equal width.
+
+    Returns:
+        float64 [bins that hold samples, 3]: mean confidence, accuracy, share of the samples; and
+        the mean over the samples of their bin's |confidence - accuracy|.
+    """
+    bins = np.minimum((confidence * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
+    rows = np.array(
+        [
+            [confidence[bins == b].mean(), correct[bins == b].mean(), (bins == b).mean()]
+            for b in np.unique(bins)
+        ]
+    )
+    return rows, float((np.abs(rows[:, 0] - rows[:, 1]) * rows[:, 2]).sum())
+
+
+def intervals(hits: int, present: int, predicted: int, total: int) -> dict[str, list[float]]:
+    """Return 95 % intervals of one class's scores, by a bootstrap of the samples with a fixed seed.
+
+    Args:
+        hits: samples of the class that were predicted so.
+        present, predicted: samples of the class; samples predicted so.
+        total: samples in all.
+
+    Returns:
+        precision, recall, f1: lower and upper end.
+    """
+    counts = np.array([hits, present - hits, predicted - hits, total - present - predicted + hits])
+    drawn = np.random.default_rng(0).multinomial(total, counts / total, RESAMPLES)
+    hit, missed, false = drawn[:, 0].astype(np.float64), drawn[:, 1], drawn[:, 2]
+    scores = {
+        "precision": hit / np.maximum(hit + false, 1),
+        "recall": hit / np.maximum(hit + missed, 1),
+        "f1": 2 * hit / np.maximum(2 * hit + missed + false, 1),
+    }
+    return {key: np.quantile(values, [0.025, 0.975]).tolist() for key, values in scores.items()}

@@ -1,0 +1,133 @@
+"""Runs -> one self-contained report.html, and its pictures as PNGs."""
+
+import base64
+import io
+import json
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from accel_ft.errors import ConfigError
+from accel_ft.metrics import class_scores, confusion_matrix, sigmoid, softmax
+from accel_ft.reporting.record import Record, calibration, intervals, read_record
+from accel_ft.runtime.files import write_whole
+
+EXTRA = "the report needs matplotlib and jinja2. Fix: pip install 'accel_ft[report]'"
+MISTAKES_SHOWN = 40
+DPI = 130
+
+
+def is_possible() -> bool:
+    """Whether the libraries of the extra `report` are there."""
+    return all(find_spec(name) is not None for name in ("matplotlib", "jinja2"))
+
+
+def write_report(folders: Sequence[Path], output: Path) -> Path:
+    """Write the report of one run, or of several that overlay.
+
+    Args:
+        folders: of the runs.
+        output: folder for report.html; the PNGs go to report/ in it.
+
+    Raises:
+        ConfigError: a folder holds no run, or a library is missing.
+    """
+    records = [read_record(folder) for folder in folders]
+    if not is_possible():
+        raise ConfigError(EXTRA)
+    import jinja2
+
+    from accel_ft.reporting import figures
+
+    pictures = figures.curves(records)
+    curves = list(pictures)
+    shown = []
+    for number, record in enumerate(records):
+        about = _about(record)
+        shown.append(about)
+        if "matrix" in about:
+            drawn = figures.confusion(about["matrix"], record.label_names)
+            pictures[f"confusion_{number}"] = drawn
+        if "calibration" in about:
+            pictures[f"reliability_{number}"] = figures.reliability(*about["calibration"])
+        if "values" in about:
+            pictures[f"values_{number}"] = figures.values(*about["values"])
+    (output / "report").mkdir(parents=True, exist_ok=True)
+    images = {}
+    for name, figure in pictures.items():
+        file = io.BytesIO()
+        figure.savefig(file, format="png", dpi=DPI)
+        (output / "report" / f"{name}.png").write_bytes(file.getvalue())
+        images[name] = base64.b64encode(file.getvalue()).decode()
+    templates = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
+    )
+    page = templates.get_template("report.html").render(runs=shown, images=images, curves=curves)
+    write_whole(output / "report.html", page)
+    return output / "report.html"
+
+
+def _about(record: Record) -> dict[str, Any]:
+    """What the page says of one run."""
+    end, test = record.of("end"), record.of("test")
+    scores = (test or end or record.of("eval") or [{}])[-1]
+    prefix = "test_" if test else "eval_"
+    about: dict[str, Any] = {
+        "name": record.name,
+        "rows": "test" if test else "validation",
+        "state": f"ended at update {end[-1]['step']}" if end else "has not ended",
+        "scores": {
+            key.removeprefix(prefix): value
+            for key, value in scores.items()
+            if key.startswith(prefix) and isinstance(value, float) and not key.endswith("seconds")
+        },
+        "settings": {k: v for k, v in record.settings.items() if v not in (None, (), [])},
+        "receipt": {
+            key: value if isinstance(value, str | int) else json.dumps(value, indent=1)
+            for key, value in record.receipt.items()
+        },
+        "timeline": [
+            {key: value for key, value in event.items() if key not in ("event", "step")}
+            | {"event": event["event"], "step": event["step"]}
+            for event in record.events
+            if event["event"] not in ("train", "eval", "test")
+        ],
+        "mistakes": record.mistakes[:MISTAKES_SHOWN],
+    }
+    if record.predictions:
+        about |= _about_predictions(record)
+    return about
+
+
+def _about_predictions(record: Record) -> dict[str, Any]:
+    logits, labels = record.predictions["logits"], record.predictions["labels"]
+    names = record.label_names
+    if labels.ndim == 1 and labels.dtype.kind == "f":
+        return {"values": (labels, logits[:, 0])}
+    about: dict[str, Any] = {}
+    if labels.ndim == 1:
+        predicted = logits.argmax(axis=1)
+        matrix = confusion_matrix(labels, predicted, len(names))
+        hits, present, chosen = np.diag(matrix), matrix.sum(axis=1), matrix.sum(axis=0)
+        about["matrix"] = matrix
+        about["calibration"] = calibration(softmax(logits).max(axis=1), predicted == labels)
+    else:
+        chances, actual = sigmoid(logits), labels > 0.5
+        found = chances >= record.predictions["thresholds"]
+        hits, present, chosen = (found & actual).sum(0), actual.sum(0), found.sum(0)
+        about["calibration"] = calibration(chances.ravel(), actual.ravel())
+    scores = class_scores(hits, present, chosen)
+    about["classes"] = [
+        {"label": name, "support": int(present[row])}
+        | {
+            key: (scores[key][row], *ends)
+            for key, ends in intervals(
+                int(hits[row]), int(present[row]), int(chosen[row]), len(labels)
+            ).items()
+        }
+        for row, name in enumerate(names)
+    ]
+    return about
