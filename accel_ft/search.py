@@ -1,0 +1,168 @@
+"""Search for better settings of a job with Optuna: python -m accel_ft.search --job JOB.yaml --space
+SPACE.yaml.
+
+Each trial is a run of its own, started by `accelerate launch`. One that is worse than the median at
+an evaluation is stopped. The study is kept in output_dir: the same command goes on with it.
+
+SPACE.yaml holds a line for each key to be varied:
+
+    learning_rate: {low: 1.0e-5, high: 5.0e-4, log: true}
+    num_train_epochs: {low: 1, high: 4}
+    lr_scheduler_type: [linear, cosine]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from accel_ft.config import SearchConfig, TrainConfig, checked, parse, read_settings
+from accel_ft.errors import ConfigError, nearest, run_command
+from accel_ft.runtime.files import write_whole
+from accel_ft.runtime.logging import read_events
+
+EXTRA = "the search needs optuna. Fix: pip install 'accel_ft[search]'"
+POLL_SECONDS = 0.2
+RANGE_KEYS = {"low", "high", "log", "step"}
+
+
+class TrialFailed(Exception):
+    """A run of the search ended with an error; the others go on."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Search, and write the best settings as a job of its own."""
+    config = parse(SearchConfig, argv, "search")
+    try:
+        import optuna
+    except ImportError as error:
+        raise ConfigError(EXTRA) from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    settings, space = read_settings(config.job), read_settings(config.space)
+    _check_space(config, space)
+    job = checked(TrainConfig, settings)
+    config.output_dir.mkdir(parents=True, exist_ok=True)
+    study = optuna.create_study(
+        study_name=job.best_metric,
+        storage=f"sqlite:///{config.output_dir / 'study.db'}",
+        load_if_exists=True,
+        direction="maximize" if job.takes_highest else "minimize",
+        sampler=optuna.samplers.TPESampler(seed=job.seed),
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=config.num_startup_trials),
+    )
+    for trial in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):  # of a search killed
+        study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+        study.enqueue_trial(trial.params)
+    ended = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
+    left = config.num_trials - len(study.get_trials(states=ended))
+
+    def objective(trial: Any) -> float:
+        chosen = {key: _suggest(trial, key, values) for key, values in space.items()}
+        return _run_trial(config, job, trial, chosen)
+
+    study.optimize(
+        objective, n_trials=max(left, 0), n_jobs=config.parallel_trials, catch=(TrialFailed,)
+    )
+    if not study.get_trials(states=(optuna.trial.TrialState.COMPLETE,)):
+        raise ConfigError(f"{config.output_dir}: no trial came to its end; see their logs")
+    best = config.output_dir / "best.yaml"
+    found = {**settings, **study.best_params, "output_dir": str(config.output_dir / "best")}
+    write_whole(best, yaml.safe_dump(found, sort_keys=False, allow_unicode=True))
+    states = [trial.state.name.lower() for trial in study.trials]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    print(f"best {job.best_metric} {study.best_value:.4f} with {study.best_params} ({counts})")
+    print(f"job: {best}")
+
+
+def _check_space(config: SearchConfig, space: dict[str, Any]) -> None:
+    """Refuse what is no key of a job, or no range.
+
+    Raises:
+        ConfigError: listing all faults.
+    """
+    faults = []
+    for key, values in space.items():
+        if key not in TrainConfig.model_fields or key == "output_dir":
+            faults.append(f"{key}: unknown key.{nearest(key, TrainConfig.model_fields)}")
+        elif isinstance(values, dict):
+            ends = [end for end in map(values.get, ("low", "high")) if isinstance(end, int | float)]
+            if not (values.keys() <= RANGE_KEYS and len(ends) == 2 and ends[0] < ends[1]):
+                faults.append(
+                    f"{key}={values}: no range. Allowed: {{low: A, high: B, log: true}}, A < B; "
+                    "YAML wants 1.0e-5, not 1e-5"
+                )
+        elif not isinstance(values, list) or not values:
+            faults.append(f"{key}={values}: no range. Allowed: {{low: A, high: B}}, or a list")
+    if not space or faults:
+        raise ConfigError(f"space={config.space}: " + ("\n  ".join(faults) or "is empty"))
+
+
+def _suggest(trial: Any, key: str, values: Any) -> Any:
+    if isinstance(values, list):
+        return trial.suggest_categorical(key, values)
+    whole = all(isinstance(values[end], int) for end in ("low", "high"))
+    return (trial.suggest_int if whole else trial.suggest_float)(key, **values)
+
+
+def _run_trial(config: SearchConfig, job: TrainConfig, trial: Any, chosen: dict[str, Any]) -> float:
+    """Train with the chosen settings; return the best value of the metric.
+
+    Raises:
+        optuna.TrialPruned: it was worse than the median, and stopped.
+        TrialFailed: the run did.
+    """
+    import optuna
+
+    name = hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:12]
+    folder = config.output_dir / f"trial_{name}"  # the same settings go on where they were
+    folder.mkdir(exist_ok=True)
+    words = {**chosen, "output_dir": folder, "resume_from_checkpoint": "latest"}
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
+    if config.config_file is not None:
+        command += ["--config_file", str(config.config_file)]
+    command += ["-m", "accel_ft.train", "--config", str(config.job)]
+    command += [f"--{key}={value}" for key, value in words.items()]
+    pruned = False
+    with (folder / "log").open("a") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            told: list[float] = []
+            running = True
+            while running:
+                running = process.poll() is None
+                time.sleep(POLL_SECONDS if running else 0)
+                for event in _evaluations(folder)[len(told) :]:
+                    told.append(event[f"eval_{job.best_metric}"])
+                    trial.report(told[-1], event["step"])
+                    if running and not pruned and trial.should_prune():
+                        pruned = True
+                        process.send_signal(signal.SIGTERM)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+    print(
+        f"{folder.name}: {chosen}: {told[-1] if told else None}{' (stopped)' * pruned}", flush=True
+    )
+    if pruned:
+        raise optuna.TrialPruned
+    if process.returncode != 0 or not told:
+        raise TrialFailed(f"{folder}: failed ({process.returncode}), see its log")
+    return max(told) if job.takes_highest else min(told)
+
+
+def _evaluations(folder: Path) -> list[dict[str, Any]]:
+    return [event for event in read_events(folder / "metrics.jsonl") if event["event"] == "eval"]
+
+
+if __name__ == "__main__":
+    run_command(main)
