@@ -16,14 +16,33 @@ def main(argv: Sequence[str] | None = None) -> None:
     memory.
     """
     config = parse(ExportConfig, argv, "export")
+    if config.output.is_file():
+        raise ConfigError(f"output={config.output}: is a file. Fix: the name of a folder")
     if config.output.exists() and any(config.output.iterdir()):
         raise ConfigError(f"output={config.output}: is not empty. Fix: another folder")
-    export(config.checkpoint, config.output)
+    if config.format == "onnx":
+        from accel_ft.model.onnx import require_onnx
+
+        require_onnx()
+    difference = export(config.checkpoint, config.output, config.format == "onnx")
+    if difference is not None:
+        print(
+            f"onnx: {config.output / 'model.onnx'}, logits within {difference:.1e} of the model's"
+        )
     print(f"model: {config.output}")
+    if config.push_to_hub:
+        from accel_ft.runtime.card import push, require_repo
+
+        repo_id = config.hub_model_id or config.output.absolute().name
+        require_repo(repo_id, config.hub_private_repo)
+        print(f"pushed: {push(config.output, repo_id)}")
 
 
-def export(checkpoint: str, output: Path) -> None:
+def export(checkpoint: str, output: Path, with_onnx: bool = False) -> float | None:
     """Write the classifier of a checkpoint to a new folder, whole or not at all.
+
+    Returns:
+        The largest difference between the ONNX file's logits and the model's, where there is one.
 
     Raises:
         ConfigError, CheckpointError: where it cannot be had or is damaged.
@@ -31,7 +50,8 @@ def export(checkpoint: str, output: Path) -> None:
     from safetensors.torch import save_file
 
     from accel_ft.checkpoint import convert, state, transaction
-    from accel_ft.checkpoint.open import model_folder
+    from accel_ft.checkpoint.open import load_whole, model_folder
+    from accel_ft.model.adapters import read_adapters
     from accel_ft.model.load import classifier_labels, load_model_config, load_tokenizer, resolve
     from accel_ft.runtime.card import model_card
 
@@ -40,12 +60,20 @@ def export(checkpoint: str, output: Path) -> None:
     names = classifier_labels(folder, model_config)
     tokenizer = load_tokenizer(folder, "checkpoint")
     with transaction.writing(output) as staging:
-        weights = state.read_weights(Path(folder))  # no model is built: memory is their size
-        save_file(weights, staging / convert.WEIGHTS, metadata={"format": "pt"})
-        model_config.save_pretrained(staging)
+        if read_adapters(Path(folder)) is not None:
+            load_whole(folder, model_config).save_pretrained(staging)
+        else:  # no model is built: memory is the size of the weights
+            weights = state.read_weights(Path(folder))
+            save_file(weights, staging / convert.WEIGHTS, metadata={"format": "pt"})
+            model_config.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
         card = model_card(names, run_settings({"checkpoint": checkpoint}))
         (staging / "README.md").write_text(card, encoding="utf-8")
+        if not with_onnx:
+            return None
+        from accel_ft.model.onnx import write_onnx
+
+        return write_onnx(load_whole(folder, model_config).eval(), tokenizer, staging)
 
 
 if __name__ == "__main__":

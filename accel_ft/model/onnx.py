@@ -1,0 +1,98 @@
+"""A classifier as an ONNX file, checked against the model it comes from."""
+
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from accel_ft.errors import ConfigError, UserError
+
+FILE = "model.onnx"
+EXTRA = "the ONNX export needs onnx, onnxscript and onnxruntime. Fix: pip install 'accel_ft[onnx]'"
+TOLERANCE = 1e-3
+SHAPES = ((1, 3), (2, 8), (5, 17))  # rows, tokens
+
+
+class _Logits(nn.Module):
+    """A classifier that takes its inputs by position and returns its logits."""
+
+    def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(**dict(zip(self.names, inputs, strict=True))).logits
+        return logits
+
+
+def require_onnx() -> None:
+    """Raise a ConfigError where a library of the extra `onnx` is missing."""
+    if any(find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")):
+        raise ConfigError(EXTRA)
+
+
+def write_onnx(model: Any, tokenizer: Any, folder: Path) -> float:
+    """Write model.onnx, with any number of rows and tokens, and compare it.
+
+    Args:
+        model: on the CPU, in evaluation mode.
+        tokenizer: tells the names of the inputs: input_ids, attention_mask, maybe token_type_ids.
+        folder: to write into.
+
+    Returns:
+        The largest difference of a logit between onnxruntime and PyTorch.
+
+    Raises:
+        UserError: the difference is too large.
+    """
+    import onnxruntime
+
+    known = ("input_ids", "attention_mask", "token_type_ids")
+    names = tuple(name for name in known if name in tokenizer.model_input_names)
+    wrapped, batch = _Logits(model, names).eval(), torch.export.Dim("batch")
+    shapes = tuple({0: batch, 1: torch.export.Dim.DYNAMIC} for _ in names)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter's own
+        torch.onnx.export(
+            wrapped,
+            _inputs(names, len(tokenizer), *SHAPES[1]),
+            str(folder / FILE),
+            input_names=list(names),
+            output_names=["logits"],
+            dynamic_shapes=(shapes,),
+            external_data=False,
+            dynamo=True,
+            verbose=False,
+        )
+    session = onnxruntime.InferenceSession(str(folder / FILE), providers=["CPUExecutionProvider"])
+    worst = 0.0
+    for rows, tokens in SHAPES:
+        inputs = _inputs(names, len(tokenizer), rows, tokens)
+        with torch.no_grad():
+            ours = wrapped(*inputs).numpy()
+        (theirs,) = session.run(
+            ["logits"], {k: v.numpy() for k, v in zip(names, inputs, strict=True)}
+        )
+        worst = max(worst, float(np.abs(ours - theirs).max()))
+    if not worst <= TOLERANCE:
+        raise UserError(f"{folder / FILE}: its logits differ by {worst:.1e} from the model's")
+    return worst
+
+
+def _inputs(
+    names: tuple[str, ...], vocabulary: int, rows: int, tokens: int
+) -> tuple[torch.Tensor, ...]:
+    """Token ids at random, the last row half padding."""
+    generator = torch.Generator().manual_seed(0)
+    values = {
+        "input_ids": torch.randint(0, vocabulary, (rows, tokens), generator=generator),
+        "attention_mask": torch.ones(rows, tokens, dtype=torch.int64),
+        "token_type_ids": torch.zeros(rows, tokens, dtype=torch.int64),
+    }
+    if rows > 1:
+        values["attention_mask"][-1, tokens // 2 :] = 0
+    return tuple(values[name] for name in names)
