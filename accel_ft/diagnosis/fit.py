@@ -5,114 +5,11 @@ parameters, gradients and moments, which can be counted, and activations, which 
 micro-batches of the longest rows and grow with them.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
-import psutil
-import torch
-from torch import nn
-
 from accel_ft.diagnosis.finding import Finding, failed, passed
+from accel_ft.model.memory import RESERVE, Need
 
 CHECK = "will it fit"
-RESERVE = 0.1  # of the device: allocator, workspace, other processes
 MIB = 2**20
-
-
-@dataclass(frozen=True)
-class Need:
-    """Bytes on one rank.
-
-    Attributes:
-        parameters, gradients, moments: of the trainable and frozen parameters.
-        per_row: of activations, for a row of the longest length.
-        fixed: of activations, however many rows (weights in the precision of autocast).
-        largest_layer: bytes of the largest module's parameters, gathered while it works.
-    """
-
-    parameters: int
-    gradients: int
-    moments: int
-    per_row: int
-    fixed: int
-    largest_layer: int
-
-    def on_rank(self, strategy: str, num_ranks: int, rows: int) -> int:
-        """Return the bytes a rank needs on its device.
-
-        Args:
-            strategy: "none", "ddp", "fsdp" or "offload".
-            num_ranks: N.
-            rows: of a micro-batch.
-        """
-        activations = self.fixed + self.per_row * rows
-        states = self.parameters + self.gradients + self.moments
-        if strategy == "offload":
-            return 2 * self.largest_layer + activations
-        if strategy == "fsdp":
-            return states // num_ranks + 2 * self.largest_layer + activations
-        return states + activations
-
-
-def activation_bytes(loss: Callable[[], torch.Tensor], model: nn.Module) -> int:
-    """Return the bytes that a forward pass keeps for the backward pass, parameters not counted."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters() if p.device.type != "meta"}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout == torch.strided and not hasattr(tensor, "to_local"):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                kept[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # itself, it would hold itself where it is an output
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        value = loss()
-    del value
-    return sum(kept.values())
-
-
-def need(
-    model: nn.Module,
-    loss: Callable[[int], torch.Tensor],
-    rows: int,
-    moments_per_parameter: int = 2,
-) -> Need:
-    """Count a model's bytes, and measure the activations of micro-batches of two sizes.
-
-    Args:
-        model: unsharded, in training mode.
-        loss: of a micro-batch of so many rows, each of the greatest length; a scalar.
-        rows: of the larger one, at least 2.
-        moments_per_parameter: float32 values the optimizer keeps for each; AdamW 2.
-    """
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    layers = [
-        sum(p.nbytes for p in child.parameters())
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList)
-        for child in module
-    ]
-    parameters = sum(p.nbytes for p in model.parameters())
-    few, many = rows // 2, rows
-    small, large = (activation_bytes(lambda n=n: loss(n), model) for n in (few, many))  # type: ignore[misc]
-    per_row = max(large - small, 0) // (many - few)
-    return Need(
-        parameters=parameters,
-        gradients=sum(p.nbytes for p in trainable),
-        moments=sum(4 * moments_per_parameter * p.numel() for p in trainable),
-        per_row=per_row,
-        fixed=max(large - per_row * many, 0),
-        largest_layer=max(layers, default=parameters),
-    )
-
-
-def device_bytes(device: torch.device) -> int:
-    """Return the memory of a device; on a CPU what is available now."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return psutil.virtual_memory().available
 
 
 def will_it_fit(wanted: Need, strategy: str, num_ranks: int, capacity: int, rows: int) -> Finding:
@@ -161,16 +58,3 @@ def will_it_fit(wanted: Need, strategy: str, num_ranks: int, capacity: int, rows
     if now <= usable:
         return passed(CHECK, f"{about}; its choice: {choice}")
     return failed(CHECK, about, choice)
-
-
-def name_of(strategy: Any, offloads: bool = False) -> str:
-    """Return this module's name for one of accelerate's strategies (a DistributedType).
-
-    Args:
-        strategy: of the accelerator's state.
-        offloads: whether FSDP keeps its shares in host memory.
-    """
-    name = str(getattr(strategy, "value", strategy))
-    if name == "FSDP" and offloads:
-        return "offload"
-    return "fsdp" if name == "FSDP" else "none" if name == "NO" else "ddp"

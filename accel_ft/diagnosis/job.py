@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from accelerate.utils import DataLoaderConfiguration, InitProcessGroupKwargs
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 
 from accel_ft.config import TrainConfig
 from accel_ft.data.loader import Batch, Batches, collate, make_loader
@@ -37,10 +36,12 @@ from accel_ft.diagnosis import (
 from accel_ft.diagnosis.finding import Finding, Verdict, agreed, failed, gather, skipped
 from accel_ft.diagnosis.sample import write_sample
 from accel_ft.engine.build import build, plain_model, start_or_resume
+from accel_ft.engine.fitting import measured_need, strategy_and_memory
 from accel_ft.engine.loop import train, update
 from accel_ft.engine.run import Run
 from accel_ft.engine.step import forward, weighted_loss
 from accel_ft.errors import LaunchError, UserError
+from accel_ft.model.memory import device_bytes
 from accel_ft.model.optim import make_optimizer, make_scheduler, scaled_learning_rate
 from accel_ft.runtime.hub import hub_reachable
 from accel_ft.runtime.launch import make_accelerator
@@ -52,7 +53,7 @@ logger = logging.getLogger(__name__)
 UPDATES = 4
 LIMIT_SECONDS, KEPT = 60, 2
 ROWS = 256
-LEARNT_ROWS, COUNTED_ROWS = 64, 1_000_000
+LEARNT_ROWS = 64
 UNFORESEEN = "examination"
 FP16 = "fp16: gradients alone mean nothing without the loss scaler"
 TOLERANCE = {"no": 1e-4, "bf16": 0.05, "fp16": 0.05}
@@ -221,7 +222,7 @@ def _has_room(run: Run) -> bool:
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
-        free = fit.device_bytes(device) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        free = device_bytes(device) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     weights = sum(4 * p.numel() for p in run.model.parameters())
     return bool(min(gather(free)) > 5 * weights)
 
@@ -264,7 +265,12 @@ def _on_a_plain_model(run: Run) -> Iterator[Finding]:
         yield accumulation.accumulated_gradient(model, accumulated, at_once, tolerance)
     first = _loss(run, model, whole) / weight
     _backward(first)
-    yield learning.initial_loss(first.item(), len(run.splits.label_names), bool(drawn))
+    if run.config.problem_type == "regression":
+        yield skipped("initial loss", "nothing is known of a regression's")
+    else:  # a label of several is there or not
+        several = run.config.problem_type == "multi_label_classification"
+        num_labels = 2 if several else len(run.splits.label_names)
+        yield learning.initial_loss(first.item(), num_labels, bool(drawn))
     yield learning.gradient_norms(model)
     model.zero_grad()
     yield _loader_speed(run, model)
@@ -272,27 +278,10 @@ def _on_a_plain_model(run: Run) -> Iterator[Finding]:
 
 
 def _fit(run: Run, model: nn.Module) -> Finding:
-    """Measured on rows as long as the longest of all, the worst that can come."""
-    accelerator, device = run.accelerator, run.accelerator.device
-    store = run.splits.train.store
-    known = np.arange(min(len(store), COUNTED_ROWS), dtype=np.int64)
-    longest = int(store.lengths(known).max())
-    text = np.resize(store.tokens(0), longest)
     rows = max(len(run.plan.micro_batches(0, run.num_micro_batches)[0]), 2)
-
-    def loss(count: int) -> torch.Tensor:
-        batch = run.train_batches.pad([text] * count)
-        batch |= {"labels": torch.zeros(count, dtype=torch.int64), "weights": torch.ones(count)}
-        return _loss(run, model, {key: value.to(device) for key, value in batch.items()})
-
-    need = fit.need(model, loss, rows)
-    capacity = fit.device_bytes(device)
-    if device.type == "cpu":
-        capacity //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    policy = getattr(getattr(accelerator.state, "fsdp_plugin", None), "cpu_offload", None)
-    offloads = isinstance(policy, CPUOffloadPolicy) or getattr(policy, "offload_params", False)
-    strategy = fit.name_of(accelerator.distributed_type, offloads)
-    return fit.will_it_fit(need, strategy, accelerator.num_processes, capacity, rows)
+    wanted = measured_need(run.accelerator, model, run.splits.train, run.train_batches.pad, rows)
+    strategy, capacity = strategy_and_memory(run.accelerator)
+    return fit.will_it_fit(wanted, strategy, run.accelerator.num_processes, capacity, rows)
 
 
 def _batch(run: Run, places: Any) -> Batch:
@@ -343,10 +332,14 @@ def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
     if run.accelerator.mixed_precision == "fp16":
         yield skipped("overfits", FP16)
         return
+    if run.config.freeze is not None:
+        yield skipped("overfits", "a frozen encoder learns no rows by heart")
+        return
     split = run.splits.train
     places = np.arange(len(split), dtype=np.int64)
     shortest = places[np.argsort(split.lengths(places), kind="stable")]
-    texts = {tuple(row): place for row, place in zip(split.tokens(shortest), shortest, strict=True)}
+    rows = zip(split.tokens(shortest), shortest, strict=True)
+    texts = {row.tobytes(): place for row, place in rows}
     chosen = np.array(sorted(texts.values(), key=shortest.tolist().index)[:LEARNT_ROWS])
     batch = _batch(run, chosen)
     batch["weights"] = torch.ones_like(batch["weights"])
@@ -361,7 +354,11 @@ def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
         optimizer.zero_grad()
         return loss.item()
 
-    yield learning.overfits(step)
+    one_label = run.config.problem_type == "single_label_classification"
+    yield learning.overfits(step, goal=0.1 if one_label else None)
+    if not one_label:
+        yield skipped("predictions", f"{run.config.problem_type}: none is a class")
+        return
     with torch.no_grad(), run.accelerator.autocast():
         yield learning.varied_predictions(forward(model, batch))
 
@@ -408,8 +405,7 @@ def _alone(run: Run) -> list[tuple[float, float]]:
     seen = []
     for step in range(run.num_steps):
         places, total = run.plan.global_batch(step), 0.0
-        for start in range(0, len(places), config.per_device_train_batch_size):
-            part = places[start : start + config.per_device_train_batch_size]
+        for part in np.array_split(places, min(run.num_micro_batches, len(places))):
             loss = _loss(run, model, _batch(run, part)) / run.global_weight(step)
             _backward(loss)
             total += loss.item()

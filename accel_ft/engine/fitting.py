@@ -1,0 +1,94 @@
+"""The largest micro-batch that fits, and what a rank needs for one: measured, not tried out, since
+a rank that runs out of memory leaves the others waiting.
+"""
+
+import logging
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from accel_ft.config import TrainConfig
+from accel_ft.data.loader import Padding
+from accel_ft.data.splits import Split
+from accel_ft.engine.step import forward, weighted_loss
+from accel_ft.errors import ConfigError
+from accel_ft.model.memory import RESERVE, Need, device_bytes, name_of, need
+from accel_ft.runtime.watch import Watch
+
+logger = logging.getLogger(__name__)
+
+COUNTED_ROWS, MEASURED_ROWS = 1_000_000, 4
+
+
+def measured_need(
+    accelerator: Accelerator, model: Any, split: Split, pad: Padding, rows: int
+) -> Need:
+    """Measure a forward pass over rows as long as the longest of all, the worst that can come.
+
+    Args:
+        model: not wrapped, on its device, in training mode.
+        split: the training rows.
+        rows: of the larger one of two micro-batches, at least 2.
+    """
+    known = np.arange(min(len(split.store), COUNTED_ROWS), dtype=np.int64)
+    text = np.resize(np.atleast_2d(split.store.tokens(0))[0], int(split.store.lengths(known).max()))
+    label = split.labels(np.zeros(1, np.int64))
+
+    def loss(count: int) -> torch.Tensor:
+        batch = pad([text] * count)
+        batch["labels"] = torch.from_numpy(np.repeat(label, count, axis=0))
+        batch["weights"] = torch.ones(count)
+        batch = {key: value.to(accelerator.device) for key, value in batch.items()}
+        with accelerator.autocast():
+            logits = forward(model, batch)
+        return weighted_loss(logits, batch["labels"], batch["weights"], 0.0)
+
+    return need(model, loss, rows)
+
+
+def strategy_and_memory(accelerator: Accelerator) -> tuple[str, int]:
+    """Return this module's name of the strategy, and the bytes of a rank's device (its share of a
+    CPU's memory).
+    """
+    policy = getattr(getattr(accelerator.state, "fsdp_plugin", None), "cpu_offload", None)
+    offloads = isinstance(policy, CPUOffloadPolicy) or getattr(policy, "offload_params", False)
+    capacity = device_bytes(accelerator.device)
+    if accelerator.device.type == "cpu":
+        capacity //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return name_of(accelerator.distributed_type, offloads), capacity
+
+
+def largest_micro_batch(
+    config: TrainConfig,
+    accelerator: Accelerator,
+    watch: Watch,
+    model: Any,
+    split: Split,
+    pad: Padding,
+    rows: int,
+) -> int:
+    """Return the most samples of a micro-batch that fit on every rank, the same on all. Collective.
+
+    Args:
+        model: not wrapped, on its device, in training mode.
+        rows: samples of an update that a rank has in all; more are not needed.
+
+    Raises:
+        ConfigError: not one fits.
+    """
+    wanted = measured_need(accelerator, model, split, pad, MEASURED_ROWS)
+    strategy, capacity = strategy_and_memory(accelerator)
+    free = int(capacity * (1 - RESERVE)) - wanted.on_rank(strategy, accelerator.num_processes, 0)
+    found = int(min(*watch.tell(free // max(wanted.per_row, 1)), rows))
+    if found < 1:
+        raise ConfigError(
+            f"per_device_train_batch_size=auto: not one sample of {config.max_seq_length} tokens "
+            f"fits: {-free / 2**20:,.0f} MiB are missing. Fix: a shorter max_seq_length, lora_r, "
+            "gradient_checkpointing, or FSDP, as `accel_ft.doctor` advises"
+        )
+    logger.info("per_device_train_batch_size: %d samples at once", found)
+    return found
