@@ -27,14 +27,27 @@ def per_class_scores(matrix: NDArray[np.int64]) -> dict[str, list[float]]:
     Args:
         matrix: confusion matrix [C, C], rows are labels.
     """
-    hits = np.diag(matrix).astype(np.float64)
-    present, predicted = matrix.sum(axis=1), matrix.sum(axis=0)
+    return class_scores(np.diag(matrix), matrix.sum(axis=1), matrix.sum(axis=0))
+
+
+def class_scores(
+    hits: NDArray[Any], present: NDArray[Any], predicted: NDArray[Any]
+) -> dict[str, list[float]]:
+    """Precision, recall and F1 of each class, 0 where nothing was predicted or present, and the
+    number of samples; from three counts for each, [C].
+    """
     return {
         "precision": (hits / np.maximum(predicted, 1)).tolist(),
         "recall": (hits / np.maximum(present, 1)).tolist(),
         "f1": (2 * hits / np.maximum(present + predicted, 1)).tolist(),
         "support": present.tolist(),
     }
+
+
+def softmax(logits: NDArray[Any]) -> NDArray[np.float64]:
+    """Probabilities of logits [n, C], float64 [n, C]."""
+    shifted = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
+    return np.asarray(shifted / shifted.sum(axis=1, keepdims=True))
 
 
 def cross_entropy(logits: NDArray[np.float64], labels: NDArray[np.int64]) -> float:
@@ -90,10 +103,135 @@ class PerClass(_ClassificationMetric):
         return {"per_class": per_class_scores(self._matrix(predictions, references, num_labels))}
 
 
+def score(
+    logits: NDArray[Any],
+    labels: NDArray[Any],
+    label_names: list[str],
+    thresholds: NDArray[np.float64] | None = None,
+) -> dict[str, Any]:
+    """Compute every metric of an evaluation.
+
+    Args:
+        logits: [n, C].
+        labels: label ids, int64 [n]; of several labels, 0 or 1, float32 [n, C]; of a regression,
+            float32 [n].
+        label_names: by id, C of them.
+        thresholds: probability from which each of several labels counts, [C]; None for a half.
+    """
+    if labels.dtype.kind == "i":
+        return classification_metrics(logits, labels, label_names)
+    if labels.ndim == 2:
+        return multi_label_metrics(logits, labels, label_names, thresholds)
+    return regression_metrics(logits[:, 0], labels)
+
+
+def sigmoid(logits: NDArray[Any]) -> NDArray[np.float64]:
+    """Probabilities of independent logits, float64."""
+    return np.asarray(1 / (1 + np.exp(-logits.astype(np.float64).clip(-500, 500))))
+
+
+def multi_label_metrics(
+    logits: NDArray[Any],
+    labels: NDArray[np.float32],
+    label_names: list[str],
+    thresholds: NDArray[np.float64] | None = None,
+) -> dict[str, Any]:
+    """Metrics of several labels a row.
+
+    Returns:
+        loss: mean over rows and labels of the binary cross-entropy; accuracy: share of rows whose
+        whole set is right; f1_macro, f1_micro; per_class.
+    """
+    values = logits.astype(np.float64)
+    losses = np.maximum(values, 0) - values * labels + np.log1p(np.exp(-np.abs(values)))
+    predicted = sigmoid(logits) >= (0.5 if thresholds is None else thresholds)
+    actual = labels > 0.5
+    hits = (predicted & actual).sum(axis=0)
+    present, chosen = actual.sum(axis=0), predicted.sum(axis=0)
+    columns = class_scores(hits, present, chosen)
+    return {
+        "loss": float(losses.mean()),
+        "accuracy": float((predicted == actual).all(axis=1).mean()),
+        "f1_macro": float(np.mean(columns["f1"])),
+        "f1_micro": float(2 * hits.sum() / max(present.sum() + chosen.sum(), 1)),
+        "per_class": {
+            name: {column: values[row] for column, values in columns.items()}
+            for row, name in enumerate(label_names)
+        },
+    }
+
+
+def best_thresholds(logits: NDArray[Any], labels: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return for each label the probability from which it should count: that of the highest F1 on
+    these rows, half-way to the next lower one; 0.5 for a label that no row has. [C].
+    """
+    chances, thresholds = sigmoid(logits), np.full(labels.shape[1], 0.5)
+    for label in range(labels.shape[1]):
+        order = np.argsort(-chances[:, label], kind="stable")
+        ranked, hits = chances[order, label], np.cumsum(labels[order, label] > 0.5)
+        if hits[-1] == 0:
+            continue
+        f1 = 2 * hits / (np.arange(1, len(hits) + 1) + hits[-1])
+        f1[:-1][ranked[:-1] == ranked[1:]] = 0.0  # no threshold parts equal ones
+        cut = int(f1.argmax())
+        below = ranked[cut + 1] if cut + 1 < len(ranked) else 0.0
+        thresholds[label] = (ranked[cut] + below) / 2
+    return thresholds
+
+
+def regression_metrics(predictions: NDArray[Any], labels: NDArray[np.float32]) -> dict[str, Any]:
+    """Metrics of a regression, from predictions [n] and labels [n].
+
+    Returns:
+        loss: mean squared error; rmse: its root; mae: mean absolute error; pearson: correlation;
+        r2: share of the variance that is explained. The last two are 0 where nothing varies.
+    """
+    found, actual = predictions.astype(np.float64), labels.astype(np.float64)
+    squared = float(((found - actual) ** 2).mean())
+    varies = bool(actual.std() > 0)
+    return {
+        "loss": squared,
+        "rmse": squared**0.5,
+        "mae": float(np.abs(found - actual).mean()),
+        "pearson": float(np.corrcoef(found, actual)[0, 1]) if varies and found.std() > 0 else 0.0,
+        "r2": 1 - squared / float(actual.var()) if varies else 0.0,
+    }
+
+
+def mistakes(
+    logits: NDArray[Any],
+    labels: NDArray[Any],
+    label_names: list[str],
+    thresholds: NDArray[np.float64] | None = None,
+) -> tuple[NDArray[np.float64], list[tuple[Any, Any]]]:
+    """Say how wrong each prediction is, and what it is.
+
+    Args: as of `score`.
+
+    Returns:
+        float64 [n], 0 where it is right: the probability that the wrong answer was given, the
+        largest one of several labels, or a regression's absolute error; and n pairs of label and
+        prediction, in words or numbers.
+    """
+    names = np.array(label_names, dtype=object)
+    if labels.dtype.kind == "i":
+        found = logits.argmax(axis=1)
+        wrong = np.where(found != labels, softmax(logits).max(axis=1), 0.0)
+        return wrong, list(zip(names[labels], names[found], strict=True))
+    if labels.ndim == 2:
+        chances, actual = sigmoid(logits), labels > 0.5
+        found = chances >= (0.5 if thresholds is None else thresholds)
+        wrong = np.where(found != actual, np.where(found, chances, 1 - chances), 0.0).max(axis=1)
+        pairs = zip(actual, found, strict=True)
+        return wrong, [(names[a].tolist(), names[b].tolist()) for a, b in pairs]
+    found = logits[:, 0].astype(np.float64)
+    return np.abs(found - labels), list(zip(labels.tolist(), found.tolist(), strict=True))
+
+
 def classification_metrics(
     logits: NDArray[Any], labels: NDArray[np.int64], label_names: list[str]
 ) -> dict[str, Any]:
-    """Compute every metric of an evaluation.
+    """Compute the metrics of one label a row.
 
     Args:
         logits: [n, C].

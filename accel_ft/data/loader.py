@@ -83,19 +83,23 @@ class Padding:
         """
         return eval_batches(self.widths(lengths), batch_size or self.eval_batch_size, num_ranks)
 
-    def __call__(self, rows: list[Any]) -> Batch:
-        """Pad rows of token ids to input_ids and attention_mask, int64 [B, T]."""
-        width = int(self.widths(np.array([max(map(len, rows))]))[0])
-        input_ids = np.full((len(rows), width), self.token_id, np.int64)
-        attention_mask = np.zeros((len(rows), width), np.int64)
+    def __call__(self, rows: list[NDArray[np.int32]]) -> Batch:
+        """Pad rows of token ids [T], or ids and types [2, T], to input_ids, attention_mask and
+        token_type_ids, int64 [B, T].
+        """
+        width = int(self.widths(np.array([max(ids.shape[-1] for ids in rows)]))[0])
+        padded = np.zeros((3, len(rows), width), np.int64)
+        padded[0] = self.token_id
         for row, ids in enumerate(rows):
-            where = slice(width - len(ids), None) if self.left else slice(len(ids))
-            input_ids[row, where] = ids
-            attention_mask[row, where] = 1
-        return {
-            "input_ids": torch.from_numpy(input_ids),
-            "attention_mask": torch.from_numpy(attention_mask),
-        }
+            length = ids.shape[-1]
+            where = slice(width - length, None) if self.left else slice(length)
+            padded[0, row, where] = ids[0] if ids.ndim == 2 else ids
+            padded[1, row, where] = 1
+            if ids.ndim == 2:
+                padded[2, row, where] = ids[1]
+        names = ("input_ids", "attention_mask", "token_type_ids")[: 1 + rows[0].ndim]
+        tensors = torch.from_numpy(padded)
+        return {name: tensors[number].clone() for number, name in enumerate(names)}
 
 
 def collate(split: Split, places: Ids, pad: Padding) -> Batch:

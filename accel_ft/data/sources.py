@@ -16,14 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from accel_ft.config import Columns
+from accel_ft.data.targets import MEANT, canonical
 from accel_ft.errors import ConfigError, DataError, nearest
 from accel_ft.runtime.hub import hub_reachable, unreachable_message
 
 logger = logging.getLogger(__name__)
 
 Record = tuple[str, dict[str, Any] | str]  # where it stands ("line 7"); columns, or what is wrong
-Row = tuple[str, str, str]  # where it stands, text, label
+Text = str | tuple[str, str]  # or a pair of texts
+Row = tuple[str, Text, str]  # where it stands, text, label
 
+DEFAULT_COLUMNS = Columns()
 MAX_FAULTS_SHOWN = 10
 MAX_FAULTS_READ = 1000
 
@@ -44,8 +48,8 @@ class Source:
     records: Callable[[], Iterator[Record]]
     label_names: tuple[str, ...] | None = None
 
-    def rows(self, text_column: str, label_column: str) -> Iterator[Row]:
-        """Yield place, text and label of every row.
+    def rows(self, columns: Columns = DEFAULT_COLUMNS) -> Iterator[Row]:
+        """Yield place, text (or pair of texts) and label of every row.
 
         Raises:
             DataError: a missing column, at once; faulty rows, together, after the last row.
@@ -57,34 +61,31 @@ class Source:
                 faults.add(place, record)
                 continue
             if not columns_checked:
-                _check_columns(
-                    self.name, record, {"text_column": text_column, "label_column": label_column}
-                )
+                wanted = {"text": columns.text, "pair": columns.pair, "label": columns.label}
+                check_columns(self.name, record, wanted)
                 columns_checked = True
-            text, label = record.get(text_column), self._label(record.get(label_column))
-            fault = text_fault(text)
+            label = canonical(record.get(columns.label), columns, self.label_names)
+            text, fault = read_text(record, columns.text, columns.pair)
             if fault is not None:
-                faults.add(place, f"{text_column} {fault}")
+                faults.add(place, fault)
             elif label is None:
-                faults.add(
-                    place,
-                    f"{label_column} is {_show(record.get(label_column))}, not a text or an "
-                    "integer",
-                )
+                shown, meant = _show(record.get(columns.label)), MEANT[columns.problem_type]
+                faults.add(place, f"{columns.label} is {shown}, not {meant}")
             else:
-                yield place, str(text), label
+                yield place, text, label
         faults.raise_any()
         if not columns_checked:
             raise DataError(f"{self.name}: has no rows")
 
-    def _label(self, value: Any) -> str | None:
-        """A label as text, or None where there is none; integers get their declared names."""
-        if isinstance(value, bool) or value is None:
-            return None
-        if isinstance(value, int):
-            named = self.label_names is not None and 0 <= value < len(self.label_names)
-            return self.label_names[value] if named and self.label_names else str(value)
-        return value if isinstance(value, str) and value != "" else None
+    def texts(self, columns: Columns, wanted: set[int]) -> dict[int, Text]:
+        """Return the texts of some rows by their number, 0 for the first."""
+        found: dict[int, Text] = {}
+        for number, (_, text, _) in enumerate(self.rows(columns)):
+            if len(found) == len(wanted):
+                break
+            if number in wanted:
+                found[number] = text
+        return found
 
 
 class _Faults:
@@ -294,19 +295,39 @@ def _hub_source(name: str, rows: Any, label_column: str) -> Source:
                 yield f"row {number}", dict(zip(columns, values, strict=True))
             start += len(batch[columns[0]])
 
-    names = getattr(rows.features.get(label_column), "names", None)
+    feature = rows.features.get(label_column)
+    names = getattr(getattr(feature, "feature", feature), "names", None)  # of a list's elements
     return Source(name, f"{name} {rows._fingerprint}", records, tuple(names) if names else None)
 
 
-def _check_columns(name: str, record: dict[str, Any], wanted: dict[str, str]) -> None:
+def check_columns(name: str, record: dict[str, Any], wanted: dict[str, str | None]) -> None:
+    """Check a row for the columns that are wanted: by kind (text, pair, label, id), their names.
+
+    Raises:
+        DataError: naming those that it lacks.
+    """
     faults = [
-        f"{key}={column}: no such column in {name}.{nearest(column, record)} Allowed: "
-        f"{', '.join(map(str, record))}"
-        for key, column in wanted.items()
-        if column not in record
+        f"{'text_pair' if kind == 'pair' else kind}_column={column}: no such column in {name}."
+        f"{nearest(column, record)} Allowed: {', '.join(map(str, record))}"
+        for kind, column in wanted.items()
+        if column is not None and column not in record
     ]
     if faults:
         raise DataError("\n  ".join(faults))
+
+
+def read_text(
+    record: dict[str, Any], column: str, pair: str | None
+) -> tuple[Text, None] | tuple[Text, str]:
+    """Return a row's text, or pair of texts, and what is wrong with it."""
+    texts = []
+    for name in (column, pair):
+        if name is not None:
+            fault = text_fault(record.get(name))
+            if fault is not None:
+                return "", f"{name} {fault}"
+            texts.append(str(record[name]))
+    return (texts[0], None) if pair is None else ((texts[0], texts[1]), None)
 
 
 def text_fault(text: Any) -> str | None:

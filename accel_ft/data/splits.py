@@ -5,7 +5,6 @@ cut off and a `max_train_samples` draw cost no memory, and are the same rows in 
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +14,9 @@ from numpy.typing import NDArray
 from accel_ft.config import DataConfig
 from accel_ft.data.plan import Ids, combine_key, permute
 from accel_ft.data.sources import Source, file_source, hub_sources
+from accel_ft.data.targets import output_names, targets
 from accel_ft.data.tokenize import TokenStore, tokenize
-from accel_ft.errors import ConfigError, DataError, nearest
+from accel_ft.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
@@ -34,22 +34,35 @@ class Split:
 
     Args:
         store: all rows.
-        label_ids: label id of each of the store's label codes.
+        targets: of each of the store's label codes: label ids, int64 [K]; of several labels,
+            float32 [K, C]; of a regression, float32 [K].
         start, stop: places in the permuted order of rows.
     """
 
-    def __init__(
-        self, store: TokenStore, label_ids: NDArray[np.int64], start: int, stop: int
-    ) -> None:
-        self.store, self.label_ids, self.start, self.stop = store, label_ids, start, stop
-        self.class_weights = np.ones(label_ids.max() + 1)
+    def __init__(self, store: TokenStore, targets: NDArray[Any], start: int, stop: int) -> None:
+        self.store, self.targets, self.start, self.stop = store, targets, start, stop
+        self.class_weights: NDArray[np.float64] | None = None
+        self.repeated: Ids | None = None
 
     def __len__(self) -> int:
-        return self.stop - self.start
+        return self.stop - self.start if self.repeated is None else len(self.repeated)
+
+    def oversample(self) -> None:
+        """Let rows of rarer labels stand several times, so that all labels that occur have as many;
+        8 bytes of memory a row.
+        """
+        labels = self.labels(np.arange(len(self), dtype=np.int64))
+        counts = np.bincount(labels)
+        by_label = np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
+        self.repeated = np.concatenate(
+            [np.resize(rows, counts.max()) for rows in by_label if len(rows)]
+        )
 
     def ids(self, places: Ids) -> Ids:
         """Sample ids at places 0..n-1 of this split, int64 [k]."""
-        if len(self) == len(self.store):
+        if self.repeated is not None:
+            places = self.repeated[places]
+        if self.stop - self.start == len(self.store):
             return places
         return permute(places + self.start, len(self.store), SPLIT_KEY)
 
@@ -57,13 +70,17 @@ class Split:
         """Numbers of tokens, int64 [k]."""
         return self.store.lengths(self.ids(places))
 
-    def labels(self, places: Ids) -> NDArray[np.int64]:
-        """Label ids, int64 [k]."""
-        labels: NDArray[np.int64] = self.label_ids[self.store.label_codes(self.ids(places))]
+    def labels(self, places: Ids) -> NDArray[Any]:
+        """Targets: label ids, int64 [k]; of several labels, float32 [k, C]; of a regression,
+        float32 [k].
+        """
+        labels: NDArray[Any] = self.targets[self.store.label_codes(self.ids(places))]
         return labels
 
     def weights(self, places: Ids) -> NDArray[np.float64]:
         """What each sample counts in the loss, float64 [k]."""
+        if self.class_weights is None:
+            return np.ones(len(places))
         weights: NDArray[np.float64] = self.class_weights[self.labels(places)]
         return weights
 
@@ -77,7 +94,8 @@ class Split:
 
     def fingerprint(self) -> str:
         """What the samples are, in words: content hash and range."""
-        return f"{self.store.fingerprint[:16]}[{self.start}:{self.stop}]"
+        times = "" if self.repeated is None else f" as {len(self)}"
+        return f"{self.store.fingerprint[:16]}[{self.start}:{self.stop}]{times}"
 
 
 @dataclass(frozen=True)
@@ -111,16 +129,14 @@ def load_splits(config: DataConfig, tokenizer: Any, max_train_samples: int | Non
     """
     sources = open_sources(config)
     stores = {split: _store(source, config, tokenizer) for split, source in sources.items()}
-    names = label_names(stores["train"])
-    if len(names) < 2:
-        raise DataError(
-            f"{stores['train'].name}: every row has the label {names[0]!r}. Needed: two labels or "
-            "more"
-        )
-    encoded = {split: (store, encode_labels(store, names)) for split, store in stores.items()}
+    names = output_names(stores["train"], config.columns)
+    encoded = {
+        split: (store, targets(store, names, config.columns)) for split, store in stores.items()
+    }
     train, validation = _cut(encoded, config.max_eval_samples)
     train.stop = min(train.stop, train.start + (max_train_samples or len(train)))
-    seen = len(set(validation.labels(np.arange(len(validation), dtype=np.int64)).tolist()))
+    labels = validation.labels(np.arange(len(validation), dtype=np.int64))
+    seen = len(np.unique(labels)) if labels.dtype == np.int64 else len(names)
     if seen < len(names):
         logger.warning(
             "the %d validation rows hold %d of the %d labels: their metrics say little",
@@ -179,18 +195,17 @@ def load_eval_split(
                 "validation"
             )
         store = _store(sources["test"], config, tokenizer)
-        return wanted, Split(store, encode_labels(store, names), 0, len(store))
+        return wanted, Split(store, targets(store, names, config.columns), 0, len(store))
     given = "validation" if "validation" in sources else "train"
     if given not in sources:
         raise ConfigError("split=validation: the job names none. Fix: --validation_file FILE")
     store = _store(sources[given], config, tokenizer)
-    return wanted, _cut({given: (store, encode_labels(store, names))}, config.max_eval_samples)[1]
+    found = {given: (store, targets(store, names, config.columns))}
+    return wanted, _cut(found, config.max_eval_samples)[1]
 
 
 def _store(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
-    store = tokenize(
-        source, config.text_column, config.label_column, tokenizer, config.max_seq_length
-    )
+    store = tokenize(source, config.columns, tokenizer, config.max_seq_length)
     if store.num_empty_texts:
         empty, total = store.num_empty_texts, len(store)
         logger.warning("%s: %d of %d texts are empty; they are kept", source.name, empty, total)
@@ -203,25 +218,25 @@ def _store(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
 
 
 def _cut(
-    encoded: dict[str, tuple[TokenStore, NDArray[np.int64]]], max_eval_samples: int | None
+    encoded: dict[str, tuple[TokenStore, NDArray[Any]]], max_eval_samples: int | None
 ) -> tuple[Split, Split]:
     """Training and validation split; the latter cut off the former where there is no source of its
     own.
     """
     if "train" not in encoded:
-        store, label_ids = encoded["validation"]
-        train = Split(store, label_ids, 0, 0)
+        store, table = encoded["validation"]
+        train = Split(store, table, 0, 0)
     else:
-        store, label_ids = encoded["train"]
-        train = Split(store, label_ids, 0, len(store))
+        store, table = encoded["train"]
+        train = Split(store, table, 0, len(store))
     if "validation" in encoded:
-        store, label_ids = encoded["validation"]
-        validation = Split(store, label_ids, 0, len(store))
+        store, table = encoded["validation"]
+        validation = Split(store, table, 0, len(store))
     else:
         size = min(VALIDATION_MAX, max(1, round(len(train) * VALIDATION_SHARE)))
         if size == len(train):
             raise DataError(f"{train.store.name}: one row is too few to cut a validation split off")
-        validation, train.start = Split(store, label_ids, 0, size), size
+        validation, train.start = Split(store, table, 0, size), size
         logger.info("no validation rows given: %d cut off the %d training rows", size, len(store))
     validation.stop = min(validation.stop, max_eval_samples or validation.stop)
     return train, validation
@@ -229,18 +244,18 @@ def _cut(
 
 def class_weights(
     wanted: str | tuple[float, ...] | None, train: Split, names: list[str]
-) -> NDArray[np.float64]:
-    """Return the weight of each label in the loss, float64 [C].
+) -> NDArray[np.float64] | None:
+    """Return the weight of each label in the loss, float64 [C]; None for 1 each.
 
     Args:
         wanted: a weight each, "balanced" for n / (C x rows of the label), as scikit-learn has it,
-            or None for 1 each.
+            or None.
 
     Raises:
         ConfigError: for another number of weights than labels, or a label without rows.
     """
     if wanted is None:
-        return np.ones(len(names))
+        return None
     if wanted == "balanced":
         labels = train.labels(np.arange(len(train), dtype=np.int64))
         counts = np.bincount(labels, minlength=len(names))
@@ -254,31 +269,3 @@ def class_weights(
             f"in this order: {', '.join(names)}"
         )
     return np.array(wanted, np.float64)
-
-
-def label_names(store: TokenStore) -> list[str]:
-    """All labels of the training rows in the order of their ids: integers by value, text by
-    alphabet.
-    """
-    numeric = all(label.isascii() and label.isdigit() for label in store.labels)
-    by_value: Callable[[str], tuple[int, str]] = lambda label: (int(label), label)  # noqa: E731
-    return sorted(store.labels, key=by_value) if numeric else sorted(store.labels)
-
-
-def encode_labels(store: TokenStore, names: list[str]) -> NDArray[np.int64]:
-    """Label id of each of the store's label codes, int64 [number of codes].
-
-    Raises:
-        DataError: for a label that is not among `names`, with its first place.
-    """
-    id_of = {name: label_id for label_id, name in enumerate(names)}
-    faults = [
-        f"{place}: label {label!r} does not occur among the training rows.{nearest(label, id_of)}"
-        for label, place in zip(store.labels, store.label_places, strict=True)
-        if label not in id_of
-    ]
-    if faults:
-        allowed = ", ".join(list(id_of)[:20]) + (", ..." if len(id_of) > 20 else "")
-        shown = "\n  ".join(faults[:10])
-        raise DataError(f"{store.name}: unknown labels. Allowed: {allowed}\n  {shown}")
-    return np.array([id_of[label] for label in store.labels], np.int64)

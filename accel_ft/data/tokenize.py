@@ -3,6 +3,7 @@
 A store holds, for n rows and N tokens in all:
 
     tokens.bin   int32 [N]      the rows' token ids, one after the other
+    types.bin    int8 [N]       their token types, where rows are pairs and the model wants them
     offsets.bin  int64 [n + 1]  row i's tokens are tokens[offsets[i] : offsets[i + 1]]
     labels.bin   int32 [n]      index into meta.json's "labels"
     texts.bin    uint64 [n]     hash of each text, to find the same one elsewhere
@@ -24,12 +25,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from accel_ft.config import Columns
 from accel_ft.data.plan import Ids
-from accel_ft.data.sources import Row, Source
+from accel_ft.data.sources import Row, Source, Text
 
 logger = logging.getLogger(__name__)
 
-STORE_VERSION = 2  # of the layout above; part of the key
+STORE_VERSION = 3  # of the layout above; part of the key
 ROWS_AT_ONCE = 1000  # a fast tokenizer spreads each call over the cores
 
 
@@ -54,6 +56,7 @@ class TokenStore:
         self._offsets = _map(folder / "offsets.bin", np.int64, meta["num_rows"] + 1)
         self._labels = _map(folder / "labels.bin", np.int32, meta["num_rows"])
         self._texts = _map(folder / "texts.bin", np.uint64, meta["num_rows"])
+        self._types = _map(folder / "types.bin", np.int8, meta["num_tokens"] * meta["has_types"])
 
     def __reduce__(self) -> tuple[type["TokenStore"], tuple[Path, str]]:
         # A worker process maps the files anew instead of getting copies of them.
@@ -63,8 +66,11 @@ class TokenStore:
         return len(self._labels)
 
     def tokens(self, row: int) -> NDArray[np.int32]:
-        """Return the token ids of a row, int32 [T]."""
-        return self._tokens[self._offsets[row] : self._offsets[row + 1]]
+        """Return the token ids of a row, int32 [T], or [2, T] with their types."""
+        where = slice(self._offsets[row], self._offsets[row + 1])
+        if len(self._types):
+            return np.stack([self._tokens[where], self._types[where].astype(np.int32)])
+        return self._tokens[where]
 
     def lengths(self, rows: Ids) -> NDArray[np.int64]:
         """Return the numbers of tokens of `rows` [k], int64 [k]."""
@@ -80,9 +86,7 @@ class TokenStore:
         return self._texts[rows]
 
 
-def tokenize(
-    source: Source, text_column: str, label_column: str, tokenizer: Any, max_seq_length: int
-) -> TokenStore:
+def tokenize(source: Source, columns: Columns, tokenizer: Any, max_seq_length: int) -> TokenStore:
     """Open the source's token store, making it first where there is none yet.
 
     Safe to call from several processes: a store is made in a folder of its own and renamed when it
@@ -90,7 +94,7 @@ def tokenize(
 
     Args:
         source: rows.
-        text_column, label_column: names of the two columns.
+        columns: that are read.
         tokenizer: of the model.
         max_seq_length: T_max, tokens a text is cut at, special tokens included.
 
@@ -101,8 +105,7 @@ def tokenize(
         STORE_VERSION,
         source.fingerprint,
         source.label_names,
-        text_column,
-        label_column,
+        columns,
         max_seq_length,
         tokenizer_fingerprint(tokenizer),
     ]
@@ -118,7 +121,7 @@ def tokenize(
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
     try:
-        _write_store(staging, source.rows(text_column, label_column), tokenizer, max_seq_length)
+        _write_store(staging, source.rows(columns), tokenizer, max_seq_length)
         try:
             staging.rename(folder)
         except OSError:
@@ -152,10 +155,11 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 def _write_store(folder: Path, rows: Iterator[Row], tokenizer: Any, max_seq_length: int) -> None:
     codes: dict[str, int] = {}
     places: list[str] = []
-    num_rows = num_tokens = num_empty = num_cut = 0
+    num_rows = num_tokens = num_empty = num_cut = num_typed = 0
     with (
         (folder / "tokens.bin").open("wb") as tokens,
         (folder / "offsets.bin").open("wb") as offsets,
+        (folder / "types.bin").open("wb") as types,
         (folder / "labels.bin").open("wb") as labels,
         (folder / "texts.bin").open("wb") as hashes,
     ):
@@ -163,50 +167,64 @@ def _write_store(folder: Path, rows: Iterator[Row], tokenizer: Any, max_seq_leng
         while chunk := list(islice(rows, ROWS_AT_ONCE)):
             encoded = _encode(tokenizer, [text for _, text, _ in chunk], max_seq_length)
             num_cut += _count_cut(encoded, max_seq_length)
-            for (place, text, label), ids in zip(chunk, _ids(encoded, tokenizer), strict=True):
+            for (place, text, label), ids in zip(chunk, _arrays(encoded, tokenizer), strict=True):
+                whole = text if isinstance(text, str) else "\0".join(text)
                 if label not in codes:
                     codes[label] = len(codes)
                     places.append(place)
                 num_rows, num_tokens, num_empty = (
                     num_rows + 1,
-                    num_tokens + len(ids),
-                    num_empty + (not text.strip()),
+                    num_tokens + ids.shape[-1],
+                    num_empty + (not whole.strip("\0 \t\r\n")),
                 )
-                tokens.write(np.asarray(ids, np.int32).tobytes())
+                if ids.ndim == 2:
+                    types.write(ids[1].astype(np.int8).tobytes())
+                    num_typed += 1
+                tokens.write(np.atleast_2d(ids)[0].tobytes())
                 offsets.write(num_tokens.to_bytes(8, "little"))
                 labels.write(codes[label].to_bytes(4, "little"))
-                hashes.write(hashlib.blake2b(text.encode(), digest_size=8).digest())
+                hashes.write(hashlib.blake2b(whole.encode(), digest_size=8).digest())
     meta = {
         "labels": list(codes),
         "label_places": places,
         "num_rows": num_rows,
         "num_tokens": num_tokens,
+        "has_types": num_typed > 0,
         "num_empty_texts": num_empty,
         "num_cut_texts": num_cut,
     }
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
 
-def token_ids(tokenizer: Any, texts: list[str], max_seq_length: int) -> list[list[int]]:
-    """Tokenise texts, cut at `max_seq_length` tokens, special tokens included.
+def token_ids(tokenizer: Any, texts: list[Text], max_seq_length: int) -> list[NDArray[np.int32]]:
+    """Tokenise texts, or pairs of texts, cut at `max_seq_length` tokens, special tokens included.
 
     A text without any token, under a tokenizer without special tokens, becomes one pad token.
+
+    Returns:
+        int32 [T] each; of pairs, where the model wants token types, [2, T]: ids and types.
     """
-    return _ids(_encode(tokenizer, texts, max_seq_length), tokenizer)
+    return list(_arrays(_encode(tokenizer, texts, max_seq_length), tokenizer))
 
 
-def _encode(tokenizer: Any, texts: list[str], max_seq_length: int) -> Any:
+def _encode(tokenizer: Any, texts: list[Text], max_seq_length: int) -> Any:
+    are_pairs = not isinstance(texts[0], str)
+    columns = zip(*texts, strict=True) if are_pairs else (texts,)
     return tokenizer(
-        texts,
-        truncation=True,
+        *map(list, columns),
+        truncation=True,  # of a pair, the longer text first
         max_length=max_seq_length,
         return_attention_mask=False,
-        return_token_type_ids=False,
+        return_token_type_ids=are_pairs and "token_type_ids" in tokenizer.model_input_names,
     )
 
 
-def _ids(encoded: Any, tokenizer: Any) -> list[list[int]]:
-    return [row or [tokenizer.pad_token_id] for row in encoded["input_ids"]]
+def _arrays(encoded: Any, tokenizer: Any) -> Iterator[NDArray[np.int32]]:
+    for number, ids in enumerate(encoded["input_ids"]):
+        if "token_type_ids" in encoded:
+            yield np.array([ids, encoded["token_type_ids"][number]], np.int32)
+        else:
+            yield np.array(ids or [tokenizer.pad_token_id], np.int32)
 
 
 def _count_cut(encoded: Any, max_seq_length: int) -> int:
@@ -225,4 +243,6 @@ def _map(path: Path, dtype: type, length: int) -> NDArray[Any]:
             f"{path.name} has {path.stat().st_size} bytes, not {length} x "
             f"{np.dtype(dtype).itemsize}"
         )
+    if length == 0:
+        return np.zeros(0, dtype)  # no file of that size can be mapped
     return np.memmap(path, dtype, mode="r", shape=(length,))

@@ -9,19 +9,21 @@ from torch import nn
 
 from accel_ft.data.loader import Batch
 
+INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+
 
 def forward(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return the logits, float32 [B, C]."""
-    logits: torch.Tensor = model(
-        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
-    ).logits
+    logits: torch.Tensor = model(**{key: batch[key] for key in INPUTS if key in batch}).logits
     return logits.float()
 
 
 def weighted_loss(
     logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, label_smoothing: float
 ) -> torch.Tensor:
-    """Return the sum of weight x cross-entropy over the micro-batch, a scalar with its graph.
+    """Return the sum of weight x loss over the micro-batch, a scalar with its graph: cross-entropy;
+    of several labels, the mean over the labels of each one's binary cross-entropy; of a regression,
+    the squared error.
 
     The loss of an update is the sum of these over all its micro-batches, divided by the sum of all
     its weights: a mean over the global batch, whatever the split. A mean of each micro-batch's mean
@@ -29,9 +31,14 @@ def weighted_loss(
 
     Args:
         logits: float32 [B, C].
-        labels: int64 [B].
+        labels: int64 [B]; of several labels, float32 [B, C]; of a regression, float32 [B].
         weights: float32 [B]; 0 for filling.
         label_smoothing: share of the target spread evenly over the C classes.
     """
-    losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
+    if not labels.is_floating_point():
+        losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
+    elif labels.ndim == 2:
+        losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(dim=1)
+    else:
+        losses = F.mse_loss(logits.squeeze(1), labels, reduction="none")
     return (losses * weights).sum()

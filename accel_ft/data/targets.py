@@ -1,0 +1,128 @@
+"""What a label cell means: one label, a set of labels, or a number.
+
+Legend: K distinct cells of a source, C outputs of the model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from accel_ft.config import Columns
+from accel_ft.errors import DataError, nearest
+
+if TYPE_CHECKING:
+    from accel_ft.data.tokenize import TokenStore
+
+FLOAT32_MAX = 3.4e38
+LABELS_SHOWN, FAULTS_SHOWN = 20, 10
+
+
+def output_names(store: TokenStore, columns: Columns) -> list[str]:
+    """Return the names of the model's outputs, in the order of their ids: integers by value, text
+    by alphabet; of a regression, its column.
+
+    Raises:
+        DataError: there are too few labels to tell apart.
+    """
+    if columns.problem_type == "regression":
+        return [columns.label]
+    many = columns.problem_type == "multi_label_classification"
+    cells = store.labels
+    names = sorted({name for cell in cells for name in json.loads(cell)} if many else cells)
+    if len(names) < (1 if many else 2):
+        found = f"every row has the label {names[0]!r}" if names else "no row has a label"
+        raise DataError(f"{store.name}: {found}. Needed: {1 if many else 2} labels or more")
+    by_value: Callable[[str], tuple[int, str]] = lambda label: (int(label), label)  # noqa: E731
+    return sorted(names, key=by_value) if all(n.isascii() and n.isdigit() for n in names) else names
+
+
+def targets(store: TokenStore, names: list[str], columns: Columns) -> NDArray[Any]:
+    """Return the target of each of the store's distinct label cells.
+
+    Args:
+        store: of the rows.
+        names: of the outputs, by id.
+        columns: tells what the cells mean.
+
+    Returns:
+        label ids, int64 [K]; of several labels, 0 or 1 for each, float32 [K, C]; of a regression,
+        float32 [K].
+
+    Raises:
+        DataError: for a label that is not among `names`, with its first place.
+    """
+    if columns.problem_type == "regression":
+        return np.array([float(label) for label in store.labels], np.float32)
+    many = columns.problem_type == "multi_label_classification"
+    sets = [json.loads(label) if many else [label] for label in store.labels]
+    id_of = {name: label_id for label_id, name in enumerate(names)}
+    faults = [
+        f"{place}: label {label!r} does not occur among the training rows.{nearest(label, id_of)}"
+        for labels, place in zip(sets, store.label_places, strict=True)
+        for label in labels
+        if label not in id_of
+    ]
+    if faults:
+        allowed = ", ".join(names[:LABELS_SHOWN]) + (", ..." if len(names) > LABELS_SHOWN else "")
+        shown = "\n  ".join(faults[:FAULTS_SHOWN])
+        raise DataError(f"{store.name}: unknown labels. Allowed: {allowed}\n  {shown}")
+    if not many:
+        return np.array([id_of[label] for (label,) in sets], np.int64)
+    table = np.zeros((len(sets), len(names)), np.float32)
+    for row, labels in enumerate(sets):
+        table[row, [id_of[label] for label in labels]] = 1.0
+    return table
+
+
+def canonical(value: Any, columns: Columns, names: tuple[str, ...] | None) -> str | None:
+    """Return a label cell as text, the same for the same meaning; None where it has none.
+
+    Args:
+        value: of the cell.
+        columns: tells what it means.
+        names: of integer labels where the source declares them.
+    """
+    if columns.problem_type == "regression":
+        return _number(value)
+    if columns.problem_type == "single_label_classification":
+        return _label(value, names)
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(columns.separator) if part.strip()]
+    if not isinstance(value, list | tuple):
+        return None
+    if len(set(map(str, value))) < len(value):
+        return None  # a label twice, or a row of 0 and 1 for each label
+    labels = [_label(part, names) for part in value]
+    return None if None in labels else json.dumps(sorted(set(map(str, labels))))
+
+
+def _label(value: Any, names: tuple[str, ...] | None) -> str | None:
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, int):
+        return names[value] if names is not None and 0 <= value < len(names) else str(value)
+    return value if isinstance(value, str) and value != "" else None
+
+
+def _number(value: Any) -> str | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+        as_trained = float(np.float32(number)) if abs(number) < FLOAT32_MAX else math.inf
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return repr(number) if math.isfinite(as_trained) else None
+
+
+MEANT = {
+    "single_label_classification": "a text or an integer",
+    "multi_label_classification": "a list of different labels, or text with label_separator",
+    "regression": "a finite number",
+}
