@@ -2,4 +2,55 @@
 fallback.
 """
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accel_ft.predict import Predictor
+
 __version__ = "0.1.0"
+__all__ = ["fit", "load_classifier"]
+
+
+def fit(**settings: Any) -> Path:
+    """Run the job that `accel_ft.train` runs with these keys, in this process (or, in a script
+    started by `accelerate launch`, with the other ranks).
+
+    Returns:
+        The model's folder.
+
+    Raises:
+        accel_ft.errors.UserError: for what the user can mend.
+    """
+    from accel_ft.config import TrainConfig, checked
+    from accel_ft.train import fit as run
+    from accel_ft.train import settings_to_reproduce
+
+    config = checked(TrainConfig, settings_to_reproduce(settings) | settings)
+    run(config)
+    return config.output_dir / "model"
+
+
+def load_classifier(checkpoint: str | Path, **settings: Any) -> Predictor:
+    """Open a run, a checkpoint of any strategy, or any Hugging Face classifier.
+
+    Args:
+        checkpoint: as `accel_ft.predict` takes it.
+        settings: `all_scores`, `max_seq_length`, `per_device_eval_batch_size`.
+
+    Returns:
+        What labels texts: `load_classifier(path).predict(["..."])`.
+
+    Raises:
+        accel_ft.errors.UserError: where it cannot be had.
+    """
+    from accel_ft.config import PredictConfig, checked, run_settings
+    from accel_ft.predict import Predictor
+    from accel_ft.runtime.launch import make_accelerator
+
+    settings = settings | {"checkpoint": str(checkpoint), "text": ""}
+    known = run_settings(settings)
+    known = {key: known[key] for key in known.keys() & PredictConfig.model_fields.keys()}
+    return Predictor(checked(PredictConfig, known | settings), make_accelerator())

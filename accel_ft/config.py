@@ -13,10 +13,10 @@ import typing
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 from pydantic.fields import FieldInfo
 
 from accel_ft.errors import ConfigError, nearest
@@ -24,6 +24,12 @@ from accel_ft.errors import ConfigError, nearest
 DATA_FILE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 
 ROW_KEYS = {"dataset_name", "train_file", "validation_file", "test_file"}
+ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
+METRICS = {
+    "single_label_classification": ("accuracy", "f1_macro", "loss"),
+    "multi_label_classification": ("f1_macro", "f1_micro", "accuracy", "loss"),
+    "regression": ("rmse", "mae", "pearson", "r2", "loss"),
+}
 C = TypeVar("C", bound="Config")
 Fault = tuple[tuple[str, ...], str]  # the keys it touches, the message
 
@@ -52,6 +58,18 @@ class Config(BaseModel):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
+class Columns(NamedTuple):
+    """Names of the columns that are read (text, label, the second text of a pair), and what the
+    label's cells mean.
+    """
+
+    text: str = "text"
+    label: str = "label"
+    pair: str | None = None
+    problem_type: str = "single_label_classification"
+    separator: str = ","
+
+
 class DataConfig(Config):
     """Where the rows come from."""
 
@@ -69,8 +87,14 @@ class DataConfig(Config):
     """Rows to evaluate on once, at the end."""
     text_column: str = "text"
     """Column with the text."""
+    text_pair_column: str | None = None
+    """Column with a second text, for tasks on pairs of texts."""
     label_column: str = "label"
-    """Column with the label: text or integers."""
+    """Column with the label: text or integers; lists of them; or numbers (see problem_type)."""
+    problem_type: ProblemType = "single_label_classification"
+    """One label a row, several, or a number to be predicted."""
+    label_separator: str = Field(",", min_length=1)
+    """What stands between several labels where a file holds them as text."""
     max_seq_length: int = Field(128, ge=2)
     """Tokens a text is cut at."""
     max_eval_samples: int | None = Field(None, ge=1)
@@ -79,6 +103,17 @@ class DataConfig(Config):
     """Samples of one evaluation batch on one rank, of the longest texts; of shorter ones as many
     more as make the same number of tokens. Left out: 16 on a CPU, whose caches are small; else
     64."""
+
+    @property
+    def columns(self) -> "Columns":
+        """The columns that are read."""
+        return Columns(
+            self.text_column,
+            self.label_column,
+            self.text_pair_column,
+            self.problem_type,
+            self.label_separator,
+        )
 
     def rules(self) -> Iterator[Fault]:
         """Check that named files exist and have a known format."""
@@ -119,9 +154,9 @@ class TrainConfig(DataConfig):
     """In place of global_batch_size: the latter is then per_device_train_batch_size x ranks x
     this.
     """
-    per_device_train_batch_size: int = Field(32, ge=1)
-    """Samples of one forward and backward on one rank; fewer where the global batch needs no
-    more.
+    per_device_train_batch_size: PositiveInt | Literal["auto"] = 32
+    """Samples of one forward and backward on one rank; fewer where the global batch needs no more.
+    auto: as many as fit into the device's memory; the global batch stays.
     """
     learning_rate: float = Field(5e-5, gt=0)
     """Peak learning rate of AdamW, before lr_scaling."""
@@ -152,6 +187,23 @@ class TrainConfig(DataConfig):
     balanced: by one over its share of the training rows."""
     label_smoothing_factor: float = Field(0.0, ge=0, lt=1)
     """Share of the target spread evenly over all labels."""
+    oversampling: Literal["balanced"] | None = None
+    """balanced: rows of rarer labels come several times in an epoch, all labels equally often."""
+    freeze: Literal["encoder"] | None = None
+    """encoder: train the classifier head alone."""
+    lora_r: int | None = Field(None, ge=1)
+    """Train low-rank adapters of this rank beside the frozen layers, and the head; checkpoints hold
+    these alone, model/ is the merged whole."""
+    lora_alpha: float = Field(16, gt=0)
+    """Adapters are scaled by lora_alpha / lora_r."""
+    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout in front of the adapters."""
+    lora_target_modules: tuple[str, ...] = ()
+    """Names of the linear layers that get adapters, such as query,value; left out: all."""
+    layerwise_lr_decay: float | None = Field(None, gt=0, le=1)
+    """Multiply the learning rate by this for each layer further down from the head."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass: less memory, a third more time."""
     seed: int = Field(42, ge=0, lt=2**32)
     """Seed of the new head, the sample order and dropout."""
     logging_steps: int = Field(20, ge=1)
@@ -164,8 +216,15 @@ class TrainConfig(DataConfig):
     """Newest checkpoints kept, at least 2; null keeps all."""
     load_best_model_at_end: bool = False
     """Save at each best evaluation, never prune that checkpoint, and end with it."""
-    metric_for_best_model: Literal["accuracy", "f1_macro", "loss"] = "accuracy"
-    """What best means: highest accuracy or f1_macro, lowest loss, on the validation rows."""
+    metric_for_best_model: str | None = None
+    """What best means, on the validation rows: a metric, without `eval_`. Left out: accuracy; of
+    several labels f1_macro, of a regression rmse."""
+    greater_is_better: bool | None = None
+    """Whether the highest value of that metric is the best; left out: of all but errors."""
+    early_stopping_patience: int | None = Field(None, ge=1)
+    """End after as many evaluations in a row without a better value of metric_for_best_model."""
+    early_stopping_threshold: float = Field(0.0, ge=0)
+    """How much better a value must be to count."""
     resume_from_checkpoint: str | None = None
     """`latest`, or a checkpoint's folder. `latest` with no checkpoint yet starts from the
     beginning.
@@ -181,10 +240,33 @@ class TrainConfig(DataConfig):
     or save is not limited."""
     preflight: Literal["auto", "off"] = "auto"
     """Check versions, device, limits, optimizer and replicas before the first update."""
+    report_to: tuple[str, ...] = ("html",)
+    """html: report.html at the end; beside it experiment trackers that accelerate knows, such as
+    tensorboard,wandb,trackio, with their local files in <output_dir>/trackers; or none."""
+    push_to_hub: bool = False
+    """Upload model/ to the Hub at the end."""
+    hub_model_id: str | None = None
+    """Repository on the Hub to upload to; left out: the name of output_dir, in your own account."""
+    hub_private_repo: bool = False
+    """Make the repository a private one, where there is none yet."""
+    reproduce: Path | None = None
+    """Folder of a run: train it again, with its settings, and compare update by update."""
     profile: bool = False
     """Leave a trace of updates 6 to 10 of this start in <output_dir>/profile, by torch.profiler."""
     dataloader_num_workers: int = Field(0, ge=0)
     """Processes on each rank that prepare batches; 0 does it in the training process."""
+
+    @property
+    def best_metric(self) -> str:
+        """What best means: the first metric of the problem type where none is named."""
+        return self.metric_for_best_model or METRICS[self.problem_type][0]
+
+    @property
+    def takes_highest(self) -> bool:
+        """Whether the highest value of it is the best."""
+        if self.greater_is_better is not None:
+            return self.greater_is_better
+        return self.best_metric not in ("loss", "rmse", "mae")
 
     def rules(self) -> Iterator[Fault]:
         """Check the keys against each other."""
@@ -197,6 +279,44 @@ class TrainConfig(DataConfig):
                     "together with "
                     f"global_batch_size={self.global_batch_size}, from which it follows. Fix: "
                     "keep one of the two"
+                ),
+            )
+        if (
+            self.gradient_accumulation_steps is not None
+            and self.per_device_train_batch_size == "auto"
+        ):
+            yield (
+                ("gradient_accumulation_steps", "per_device_train_batch_size"),
+                "per_device_train_batch_size=auto: given together with "
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps}. "
+                "Fix: global_batch_size in its place",
+            )
+        wanted = self.best_metric
+        if wanted not in METRICS[self.problem_type]:
+            allowed = ", ".join(METRICS[self.problem_type])
+            yield (
+                ("metric_for_best_model", "problem_type"),
+                f"metric_for_best_model={wanted}: no metric of {self.problem_type}. "
+                f"Allowed: {allowed}",
+            )
+        for key in ("class_weights", "oversampling", "label_smoothing_factor"):
+            if getattr(self, key) and self.problem_type != "single_label_classification":
+                yield (
+                    (key, "problem_type"),
+                    f"{key}={getattr(self, key)}: is for single_label_classification only, not "
+                    f"problem_type={self.problem_type}",
+                )
+        if self.freeze is not None and self.lora_r is not None:
+            yield (
+                ("freeze", "lora_r"),
+                f"freeze={self.freeze}: given together with lora_r={self.lora_r}. Fix: keep one",
+            )
+        if self.oversampling is not None and self.class_weights is not None:
+            yield (
+                ("oversampling", "class_weights"),
+                (
+                    f"oversampling={self.oversampling}: given together with "
+                    f"class_weights={self.class_weights}, which would balance twice. Fix: keep one"
                 ),
             )
         for key in ("validation_file", "test_file"):
@@ -244,6 +364,41 @@ class ExportConfig(Config):
     """A run's folder or a published checkpoint of any strategy."""
     output: Path
     """Folder to write, new or empty."""
+    format: Literal["transformers", "onnx"] = "transformers"
+    """onnx: write model.onnx too, checked against the model."""
+    push_to_hub: bool = False
+    """Upload it to the Hub too."""
+    hub_model_id: str | None = None
+    """Repository on the Hub to upload to; left out: the name of the output, in your own account."""
+    hub_private_repo: bool = False
+    """Make the repository a private one, where there is none yet."""
+
+
+class SearchConfig(Config):
+    """Keys of `accel_ft.search`."""
+
+    job: Path
+    """YAML of the job, as `accel_ft.train --config` takes it."""
+    space: Path
+    """YAML of the keys to vary: {low: A, high: B, log: true}, or a list to choose from."""
+    output_dir: Path = Path("runs/search")
+    """Folder of the study and its trials; best.yaml is the job that is found."""
+    config_file: Path | None = None
+    """accelerate's YAML, which decides the strategy of each trial."""
+    num_trials: int = Field(20, ge=1)
+    """Trials in all, those of earlier starts of the same study included."""
+    num_startup_trials: int = Field(5, ge=1)
+    """Trials that are never stopped early."""
+    parallel_trials: int = Field(1, ge=1)
+    """Trials at the same time."""
+
+    def rules(self) -> Iterator[Fault]:
+        """Check that the files exist."""
+        yield from super().rules()
+        for key in ("job", "space", "config_file"):
+            path: Path | None = getattr(self, key)
+            if path is not None and not path.is_file():
+                yield (key,), f"{key}={path}: there is no such file"
 
 
 class PredictConfig(Config):
@@ -261,12 +416,16 @@ class PredictConfig(Config):
     """
     text: str | None = None
     """One text to label, in place of input; --text=... where it begins with a dash."""
+    text_pair: str | None = None
+    """The second text of the pair, with text."""
     output: str = "-"
     """File for the JSON lines, or - for standard output."""
     text_column: str = "text"
     """Column with the text (not for plain lines); the run's own where the checkpoint is of a
     run.
     """
+    text_pair_column: str | None = None
+    """Column with the second text of a pair; the run's own where the checkpoint is of a run."""
     id_column: str | None = None
     """Column whose value is copied as "id"; left out: the column `id` where there is one."""
     all_scores: bool = False
@@ -343,16 +502,45 @@ def parse(
             faults.append(f"--{key}: unknown key.{nearest(key, config_class.model_fields)}")
         elif not any(fault.startswith("--") for fault in faults):
             faults.append(f"{word}: belongs to no key. Allowed: --key value")
-    config, more = _validate(config_class, values, origin)
-    faults += more
-    if faults or config is None:
-        many = f"{len(faults)} faults in the configuration:\n  " if len(faults) > 1 else ""
-        raise ConfigError(many + "\n  ".join(faults))
+    config = checked(config_class, values, origin, faults)
     if print_config:
         if os.environ.get("RANK", "0") == "0":
             sys.stdout.write(config.to_yaml())
         raise SystemExit(0)
     return config
+
+
+def checked(
+    config_class: type[C],
+    values: dict[str, Any],
+    origin: dict[str, str] | None = None,
+    faults: Sequence[str] = (),
+) -> C:
+    """Return the configuration that `values` make.
+
+    Args:
+        values: by key.
+        origin: where each stands, for messages.
+        faults: found before.
+
+    Raises:
+        ConfigError: listing all faults.
+    """
+    config, more = _validate(config_class, values, origin or {})
+    listed = [*faults, *more]
+    if listed or config is None:
+        many = f"{len(listed)} faults in the configuration:\n  " if len(listed) > 1 else ""
+        raise ConfigError(many + "\n  ".join(listed))
+    return config
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read the keys of a YAML file, unchecked.
+
+    Raises:
+        ConfigError: it is no flat mapping.
+    """
+    return {key: value for key, value, _ in _read_yaml(path)}
 
 
 def run_settings(values: dict[str, Any]) -> dict[str, Any]:
@@ -365,7 +553,7 @@ def run_settings(values: dict[str, Any]) -> dict[str, Any]:
     run = next((path for path in candidates if (path / "receipt.json").is_file()), None)
     if run is None:
         return {}
-    settings = {key: value for key, value, _ in _read_yaml(run / "config.yaml")}
+    settings = read_settings(run / "config.yaml")
     own_rows = ROW_KEYS & values.keys()
     return {key: value for key, value in settings.items() if not (own_rows and key in ROW_KEYS)}
 
@@ -406,6 +594,8 @@ def _type_name(field: FieldInfo) -> str:
         return "|".join([*map(str, typing.get_args(kinds[0])), *lists])
     if typing.get_origin(kinds[0]) is tuple:
         return "NAME,NAME,..."
+    if len(kinds) > 1 and typing.get_origin(kinds[1]) is Literal:
+        return "|".join(["INT", *typing.get_args(kinds[1])])
     name = str(kinds[0].__name__)
     return {"Path": "FILE", "str": "TEXT"}.get(name, name.upper())
 
@@ -418,12 +608,19 @@ def _union(annotation: Any) -> tuple[Any, ...]:
 def _from_text(key: str, field: FieldInfo, value: Any) -> Any:
     """A command-line word; `none` and `null` mean None where the key allows it, commas a list."""
     kinds = _union(field.annotation)
-    if not isinstance(value, str) or key == "text":  # a text is what it is
+    if not isinstance(value, str) or key in ("text", "text_pair"):  # a text is what it is
         return value
     if type(None) in kinds and value.lower() in ("none", "null"):
         return None
+    return value
+
+
+def _as_list(field: FieldInfo, value: Any) -> Any:
+    """Commas make a list where the key takes one, unless the text is a choice of its own."""
+    kinds = _union(field.annotation)
     lists = any(typing.get_origin(kind) is tuple for kind in kinds)
-    return value.split(",") if lists and value != "balanced" else value
+    choices = {word for kind in kinds for word in typing.get_args(kind) if isinstance(word, str)}
+    return value.split(",") if lists and isinstance(value, str) and value not in choices else value
 
 
 def _read_yaml(path: Path) -> Iterator[tuple[str, Any, int]]:
@@ -460,6 +657,7 @@ def _validate(
     """Check types, then the rules between keys whose types are right."""
     faults, faulty = [], set()
     fields = config_class.model_fields
+    values = {key: _as_list(fields[key], v) if key in fields else v for key, v in values.items()}
     for key, value in values.items():
         if key in fields and isinstance(value, bool) and bool not in _union(fields[key].annotation):
             faulty.add(key)

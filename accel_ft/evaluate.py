@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from accel_ft.config import EvaluateConfig, parse, run_settings
-from accel_ft.errors import run_command
+from accel_ft.errors import ConfigError, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -40,11 +40,19 @@ def evaluate_checkpoint(config: EvaluateConfig, accelerator: Any) -> dict[str, A
     # Not prepared: each rank holds the whole model, and nothing but the ledger is exchanged.
     opened = open_classifier(config.checkpoint, accelerator.device)
     check_max_seq_length(config.max_seq_length, opened.limit)
+    if "problem_type" not in config.model_fields_set:
+        config = config.resolved(problem_type=opened.problem_type)
+    if config.problem_type != opened.problem_type:
+        raise ConfigError(
+            f"problem_type={config.problem_type}: {config.checkpoint} is for {opened.problem_type}"
+        )
     with accelerator.local_main_process_first():
         name, split = load_eval_split(config, opened.tokenizer, opened.label_names, config.split)
     pad = Padding(opened.tokenizer, config.max_seq_length, accelerator.device)
     loader = make_eval_loader(accelerator, split, config.per_device_eval_batch_size, pad)
-    scores = evaluate(accelerator, opened.model, loader, split, opened.label_names)
+    scores, _ = evaluate(
+        accelerator, opened.model, loader, split, opened.label_names, thresholds=opened.thresholds
+    )
     about = {"checkpoint": opened.folder, "split": name, "rows": split.store.name}
     return about | {"num_samples": len(split)} | scores
 

@@ -7,16 +7,17 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from accel_ft.config import PredictConfig, parse, run_settings
-from accel_ft.errors import ConfigError, DataError, nearest, run_command
+from accel_ft.errors import ConfigError, DataError, run_command
 
 DEFAULT_MAX_SEQ_LENGTH = 512
+Text = str | tuple[str, str]  # or a pair of texts
 CHUNK_ROWS = 2048  # read, sorted by length, labelled and written at a time: what bounds the memory
 
 
@@ -60,6 +61,8 @@ class Predictor:
     """A loaded classifier that scores texts."""
 
     def __init__(self, config: PredictConfig, accelerator: Any) -> None:
+        import torch
+
         from accel_ft.checkpoint.open import open_classifier
         from accel_ft.data.loader import Padding
         from accel_ft.model.load import check_max_seq_length
@@ -70,6 +73,19 @@ class Predictor:
         self.max_seq_length = config.max_seq_length or min(DEFAULT_MAX_SEQ_LENGTH, limit)
         check_max_seq_length(self.max_seq_length, self.classifier.limit)
         self.pad = Padding(self.classifier.tokenizer, self.max_seq_length, accelerator.device)
+        self.transform: Callable[[torch.Tensor], torch.Tensor] = {
+            "single_label_classification": lambda logits: logits.softmax(dim=-1),
+            "multi_label_classification": torch.sigmoid,
+            "regression": lambda logits: logits,
+        }[self.classifier.problem_type]
+
+    def predict(self, texts: Sequence[Text]) -> list[dict[str, Any]]:
+        """Return {"label", "score"} of each text (or pair); of several labels {"labels"}, of a
+        regression {"score"}; with "scores" where all_scores is set. Collective.
+        """
+        if isinstance(texts, str):
+            raise TypeError("texts: a list of texts is wanted, not one text")
+        return [self.describe(row) for row in self.scores(list(texts))] if texts else []
 
     def label(self, rows: Iterator[Any]) -> Iterator[list[dict[str, Any]]]:
         """Yield what is written of the rows that rank 0 reads, some at a time. Collective."""
@@ -80,15 +96,16 @@ class Predictor:
                 for (key, value, _), row in zip(chunk, scores, strict=True)
             ]
 
-    def scores(self, texts: list[str]) -> Any:
-        """Return the probability of each label, float32 [len(texts), C], in the order given; each
-        rank scores its share. Collective.
+    def scores(self, texts: list[Text]) -> Any:
+        """Return the probability of each label (of a regression, its value), float32
+        [len(texts), C], in the order given; each rank scores its share. Collective.
         """
         import numpy as np
         from accelerate.utils import gather_object
 
         rank, num_ranks = self.accelerator.process_index, self.accelerator.num_processes
-        by_length = np.argsort([len(text) for text in texts], kind="stable")
+        sizes = [len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts]
+        by_length = np.argsort(sizes, kind="stable")
         mine = by_length[rank::num_ranks]
         shares = [(mine, self._scores([texts[row] for row in mine]))]
         scores = np.empty((len(texts), len(self.classifier.label_names)), np.float32)
@@ -96,7 +113,7 @@ class Predictor:
             scores[rows] = values
         return scores
 
-    def _scores(self, texts: list[str]) -> Any:
+    def _scores(self, texts: list[Text]) -> Any:
         """Return the probability of each label, batched by length."""
         import numpy as np
         import torch
@@ -107,7 +124,7 @@ class Predictor:
         tokenizer = self.classifier.tokenizer
         rows = token_ids(tokenizer, texts, self.max_seq_length) if texts else []
         scores = np.empty((len(texts), len(self.classifier.label_names)), np.float32)
-        lengths = np.array([len(row) for row in rows], np.int64)
+        lengths = np.array([row.shape[-1] for row in rows], np.int64)
         with torch.inference_mode():
             for batch in self.pad.eval_batches(lengths, self.config.per_device_eval_batch_size):
                 inputs = self.pad([rows[row] for row in batch])
@@ -116,52 +133,57 @@ class Predictor:
                         self.classifier.model,
                         {k: v.to(self.accelerator.device) for k, v in inputs.items()},
                     )
-                scores[batch] = logits.softmax(dim=-1).cpu().numpy()
+                scores[batch] = self.transform(logits).cpu().numpy()
         return scores
 
     def describe(self, scores: Any) -> dict[str, Any]:
         """Return what is written of one text's scores [C]."""
-        best = int(scores.argmax())
-        described: dict[str, Any] = {
-            "label": self.classifier.label_names[best],
-            "score": round(float(scores[best]), 6),
-        }
+        names, best = self.classifier.label_names, int(scores.argmax())
+        described: dict[str, Any] = {}
+        if self.classifier.problem_type == "multi_label_classification":
+            thresholds = self.classifier.thresholds
+            chosen = scores >= (0.5 if thresholds is None else thresholds)
+            described["labels"] = [name for name, is_so in zip(names, chosen, strict=True) if is_so]
+        elif self.classifier.problem_type == "single_label_classification":
+            described["label"] = names[best]
+        if "labels" not in described:
+            described["score"] = round(float(scores[best]), 6)
         if self.config.all_scores:
-            named = zip(self.classifier.label_names, scores.tolist(), strict=True)
+            named = zip(names, scores.tolist(), strict=True)
             described["scores"] = {label: round(score, 6) for label, score in named}
         return described
 
 
-def open_rows(config: PredictConfig) -> Iterator[tuple[str, Any, str]]:
+def open_rows(config: PredictConfig) -> Iterator[tuple[str, Any, Text]]:
     """Yield ("id", or what counts the rows: "line", "item" or "row"; its value; text) of each row
     to label; the first row is read at once, for its faults.
     """
     if config.text is not None:
-        return iter([("line", 1, config.text)])
+        pair = config.text_pair
+        if pair is None and config.text_pair_column is not None:
+            raise ConfigError("text: the model was trained on pairs. Fix: --text_pair TEXT as well")
+        return iter([("line", 1, config.text if pair is None else (config.text, pair))])
     rows = _read_rows(config)
     first = list(islice(rows, 1))
     return chain(first, rows)
 
 
-def _read_rows(config: PredictConfig) -> Iterator[tuple[str, Any, str]]:
-    from accel_ft.data.sources import read_records, text_fault
+def _read_rows(config: PredictConfig) -> Iterator[tuple[str, Any, Text]]:
+    from accel_ft.data.sources import check_columns, read_records, read_text
 
     path = str(config.input)
     kind = config.input_format if config.input_format != "auto" else _guess_format(path)
     column = "text" if kind == "lines" else config.text_column
+    pair = config.text_pair_column
     for place, record in read_records(path, kind):
         if isinstance(record, str):
             raise DataError(f"{path}: {place}: {record}")
-        for key, wanted in (("text_column", column), ("id_column", config.id_column)):
-            if wanted is not None and wanted not in record:
-                raise DataError(
-                    f"{key}={wanted}: no such column in {path}, {place}.{nearest(wanted, record)} "
-                    f"Allowed: {', '.join(map(str, record))}"
-                )
-        text = record[column]
-        fault = text_fault(text)
+        check_columns(
+            f"{path}, {place}", record, {"text": column, "pair": pair, "id": config.id_column}
+        )
+        text, fault = read_text(record, column, pair)
         if fault is not None:
-            raise DataError(f"{path}: {place}: {column} {fault}")
+            raise DataError(f"{path}: {place}: {fault}")
         id_column = config.id_column or ("id" if "id" in record else None)
         if id_column is not None:
             yield "id", record[id_column], text

@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from accel_ft.config import TrainConfig, parse
+from accel_ft.config import METRICS, TrainConfig, parse, run_settings
 from accel_ft.errors import ConfigError, RankError, UserError, run_command
 
 logger = logging.getLogger("accel_ft.train")  # run with -m, its name is __main__
@@ -18,7 +18,7 @@ logger = logging.getLogger("accel_ft.train")  # run with -m, its name is __main_
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Read the configuration, train or resume, and say where the model is."""
-    config = parse(TrainConfig, argv, "train")
+    config = parse(TrainConfig, argv, "train", settings_to_reproduce)
     try:
         fit(config)
     except Exception as error:
@@ -47,11 +47,14 @@ def fit(config: TrainConfig) -> None:
     from accel_ft.engine.build import build, is_finished, start_or_resume
     from accel_ft.engine.loop import train
     from accel_ft.model import dropout
+    from accel_ft.runtime import trackers
     from accel_ft.runtime.launch import make_accelerator
     from accel_ft.runtime.logging import read_events, setup_logging
     from accel_ft.runtime.watch import Watch
 
     accelerator = make_accelerator(
+        log_with=trackers.check(config.report_to) or None,
+        project_dir=trackers.folder_of(config.output_dir),
         dataloader_config=DataLoaderConfiguration(non_blocking=True),
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
@@ -72,6 +75,10 @@ def fit(config: TrainConfig) -> None:
         Watch(ranks, rank, num_ranks, config.ddp_timeout) as watch,
     ):
         run = build(config, accelerator, watch)
+        if config.push_to_hub and is_main:
+            from accel_ft.runtime.card import require_repo
+
+            require_repo(_repo_id(config), config.hub_private_repo)
         if is_finished(run):
             logger.info("%s is finished: nothing to do", config.output_dir)
         else:
@@ -83,9 +90,25 @@ def fit(config: TrainConfig) -> None:
                     train(run)
             finally:
                 run.close()
+                run.trackers.finish()
+            if is_main:
+                _describe(config, run.splits.label_names, list(read_events(run.events.path)))
         watch.wait()
-        if is_main:
-            _say_farewell(config.output_dir, list(read_events(run.events.path)))
+    if is_main:
+        _say_farewell(config, list(read_events(run.events.path)))
+
+
+def settings_to_reproduce(values: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the run that is to be trained again, into a folder beside it."""
+    if values.get("reproduce") is None:
+        return {}
+    folder = Path(str(values["reproduce"]))
+    if not all((folder / name).is_file() for name in ("config.yaml", "receipt.json")):
+        raise ConfigError(f"reproduce={folder}: holds no run")
+    return run_settings({"checkpoint": folder}) | {
+        "output_dir": folder.with_name(f"{folder.name}_again"),
+        "push_to_hub": False,
+    }
 
 
 def _make_output_dir(folder: Path) -> None:
@@ -115,16 +138,73 @@ def _own(config: TrainConfig, lock: Path) -> Iterator[None]:
         yield
 
 
-def _say_farewell(output_dir: Path, events: list[dict[str, Any]]) -> None:
-    """Print accuracy, the model's path, and the command that predicts with it."""
-    model_step = events[-1]["model_step"]
-    for name, words in (("eval", "validation"), ("test", "test")):
-        for event in events:
-            if event["event"] == name and (name == "test" or event["step"] == model_step):
-                print(f"accuracy on the {words} rows: {event[name + '_accuracy']:.4f}")
-    model = output_dir / "model"
+def _describe(config: TrainConfig, label_names: list[str], events: list[dict[str, Any]]) -> None:
+    """Write model card and report of a run that ended."""
+    from accel_ft.reporting.report import EXTRA, is_possible, write_report
+    from accel_ft.runtime.card import model_card
+    from accel_ft.runtime.files import write_whole
+
+    tested = [event for event in events if event["event"] == "test"]
+    prefix = "test_" if tested else "eval_"
+    scores = {
+        key.removeprefix(prefix): value
+        for key, value in (tested or events)[-1].items()
+        if isinstance(value, float) and key.startswith(prefix) and not key.endswith("_seconds")
+    }
+    settings = config.model_dump(mode="json", exclude_defaults=True)
+    card = model_card(label_names, settings, scores)
+    write_whole(config.output_dir / "model" / "README.md", card)
+    if "html" not in config.report_to:
+        return
+    if not is_possible():
+        logger.info(EXTRA)
+        return
+    try:
+        write_report([config.output_dir], config.output_dir)
+    except Exception as error:  # the model is there, and more worth than its picture
+        logger.warning("the report could not be written: %r", error)
+
+
+def _say_farewell(config: TrainConfig, events: list[dict[str, Any]]) -> None:
+    """Print the main metric, where all is, and the command that predicts; push and compare where
+    that is asked for.
+    """
+    metric = METRICS[config.problem_type][0]
+    print(f"{metric} on the validation rows: {events[-1][f'eval_{metric}']:.4f}")
+    for event in events:
+        if event["event"] == "test":
+            print(f"{metric} on the test rows: {event[f'test_{metric}']:.4f}")
+    model, report = config.output_dir / "model", config.output_dir / "report.html"
     print(f"model: {model}")
+    if report.exists():
+        print(f"report: {report}")
     print(f'predict: python -m accel_ft.predict --checkpoint {model} --text "..."')
+    if config.push_to_hub:
+        from accel_ft.runtime.card import push
+
+        print(f"pushed: {push(model, _repo_id(config))}")
+    if config.reproduce is not None:
+        _compare(config.reproduce, config.output_dir)
+
+
+def _repo_id(config: TrainConfig) -> str:
+    return config.hub_model_id or config.output_dir.absolute().name
+
+
+def _compare(first: Path, again: Path) -> None:
+    """Say whether a run that was trained again is the same.
+
+    Raises:
+        UserError: it is not; names the first update that differs, and what may be the cause.
+    """
+    from accel_ft.reporting.compare import curves, differences, table
+    from accel_ft.reporting.record import read_record
+
+    one, other = read_record(first), read_record(again)
+    if any(curves(one, other)):
+        names = (one.name, other.name)
+        raise UserError(f"not reproduced:\n{table(list(differences(one, other)), names)}")
+    print(f"reproduced: {len(one.of('train'))} train events, bit for bit")
 
 
 if __name__ == "__main__":

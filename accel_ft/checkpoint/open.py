@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from accel_ft.checkpoint import convert, state, transaction
 from accel_ft.errors import CheckpointError
-from accel_ft.model import load
+from accel_ft.model import adapters, load
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,17 @@ class Classifier:
     label_names: list[str]
     limit: int | None
 
+    @property
+    def problem_type(self) -> str:
+        """What its logits mean."""
+        return str(self.model.config.problem_type or "single_label_classification")
+
+    @property
+    def thresholds(self) -> NDArray[np.float64] | None:
+        """Of several labels: the probability from which each counts, [C]."""
+        thresholds = getattr(self.model.config, "thresholds", None)
+        return None if thresholds is None else np.array(thresholds, np.float64)
+
 
 def open_classifier(checkpoint: str, device: torch.device) -> Classifier:
     """Open a run, a published checkpoint of any strategy, a Hugging Face folder, Hub id or
@@ -44,9 +57,21 @@ def open_classifier(checkpoint: str, device: torch.device) -> Classifier:
     tokenizer = load.load_tokenizer(folder, "checkpoint")
     config = load.load_model_config(folder, "checkpoint")
     names = load.classifier_labels(folder, config)
-    weights = state.read_weights(Path(folder)) if convert.is_sharded(Path(folder)) else None
-    model = load.load_for_inference(folder, config, weights).to(device).eval()
+    model = load_whole(folder, config).to(device).eval()
     return Classifier(folder, model, tokenizer, names, load.position_limit(config, tokenizer))
+
+
+def load_whole(folder: str, config: Any) -> Any:
+    """Load a classifier from a resolved checkpoint or model, adapters merged, on the CPU.
+
+    Raises:
+        ConfigError, CheckpointError: where it cannot be had or is damaged.
+    """
+    lora = adapters.read_adapters(Path(folder))
+    if lora is not None:
+        return adapters.merged(config, lora, state.read_weights(Path(folder)))
+    weights = state.read_weights(Path(folder)) if convert.is_sharded(Path(folder)) else None
+    return load.load_for_inference(folder, config, weights)
 
 
 def model_folder(path: str) -> str:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 TRAINER_STATE = "trainer_state.json"
 TRAINER_STATE_KEYS = {
     "step", "num_processes", "identity", "scheduler", "loss_sums", "loss_weight", "best",
-    "eval_is_due", "passed_over",
+    "num_worse", "eval_is_due", "passed_over",
 }  # fmt: skip
 
 
@@ -36,15 +36,14 @@ def save(
     watch: Watch,
     final: Path,
     trainer_state: dict[str, Any],
-    config: Any,
-    tokenizer: Any,
+    descriptions: Sequence[Any],
 ) -> None:
     """Write the run down, between two updates; it is still to be published. Collective.
 
     Args:
         final: where the checkpoint will be published.
         trainer_state: what is not in accelerate's hands; plain JSON values.
-        config, tokenizer: of the model.
+        descriptions: what has `save_pretrained`: the model's config, its tokenizer.
 
     Raises:
         CheckpointError: some rank could not write; the same one on every rank. What was published
@@ -61,8 +60,8 @@ def save(
         if is_main:
             text = json.dumps(trainer_state, indent=1)
             (staging / TRAINER_STATE).write_text(text, encoding="utf-8")
-            config.save_pretrained(staging)
-            tokenizer.save_pretrained(staging)
+            for description in descriptions:
+                description.save_pretrained(str(staging))
     with together(watch, final):
         if is_main:
             transaction.seal(final)

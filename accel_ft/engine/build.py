@@ -17,9 +17,11 @@ from accel_ft.data.loader import Batches, Padding, train_places
 from accel_ft.data.plan import Plan
 from accel_ft.data.splits import Splits, class_weights, load_splits
 from accel_ft.engine.evaluation import make_eval_loader
+from accel_ft.engine.fitting import largest_micro_batch
 from accel_ft.engine.run import Run
 from accel_ft.errors import CheckpointError, ConfigError, nearest
 from accel_ft.model import load
+from accel_ft.model.adapters import choose_trained
 from accel_ft.model.optim import (
     allocate_state,
     make_optimizer,
@@ -31,6 +33,7 @@ from accel_ft.runtime.files import write_whole
 from accel_ft.runtime.launch import check_granted
 from accel_ft.runtime.logging import EventLog, read_events
 from accel_ft.runtime.receipt import write_receipt
+from accel_ft.runtime.trackers import Trackers
 from accel_ft.runtime.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -49,8 +52,16 @@ IDENTITY_KEYS = {
     "warmup_steps",
     "weight_decay",
     "max_grad_norm",
+    "problem_type",
     "class_weights",
     "label_smoothing_factor",
+    "oversampling",
+    "freeze",
+    "lora_r",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target_modules",
+    "layerwise_lr_decay",
 }
 
 
@@ -66,6 +77,12 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     splits.train.class_weights = class_weights(
         config.class_weights, splits.train, splits.label_names
     )
+    if config.oversampling == "balanced":
+        splits.train.oversample()
+    compiled = accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
+    pad = Padding(tokenizer, config.max_seq_length, accelerator.device, compiled)
+    if config.per_device_train_batch_size == "auto":
+        config = _fitted(config, accelerator, watch, splits, tokenizer, pad)
     config, accumulation_steps = _resolve_batch(config, accelerator.num_processes)
     assert config.global_batch_size is not None
     accelerator.gradient_accumulation_steps = accumulation_steps
@@ -77,8 +94,7 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
         config, accelerator, watch, splits, tokenizer, num_steps
     )
 
-    compiled = accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
-    pad = Padding(tokenizer, config.max_seq_length, accelerator.device, compiled)
+    trackers = Trackers(accelerator)
 
     def eval_loader(split: Any) -> Any:
         return make_eval_loader(accelerator, split, config.per_device_eval_batch_size, pad)
@@ -108,7 +124,10 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
             "train_data": splits.train.fingerprint(),
             **config.model_dump(mode="json", include=IDENTITY_KEYS),
         },
-        events=EventLog(config.output_dir / "metrics.jsonl", writes=accelerator.is_main_process),
+        events=EventLog(
+            config.output_dir / "metrics.jsonl", accelerator.is_main_process, trackers.log
+        ),
+        trackers=trackers,
     )
 
 
@@ -131,8 +150,10 @@ def plain_model(
         id2label=labels,
         label2id={label: label_id for label_id, label in labels.items()},
         pad_token_id=tokenizer.pad_token_id,
+        problem_type=config.problem_type,
     )
-    return load.load_for_training(folder, model_config, device)
+    model, drawn = load.load_for_training(folder, model_config, device)
+    return choose_trained(model, config, drawn), drawn
 
 
 def _build_model(
@@ -147,7 +168,9 @@ def _build_model(
     model, drawn = plain_model(config, accelerator.device, splits.label_names, tokenizer)
     if drawn and config.resume_from_checkpoint is None:
         logger.info("not in the pretrained weights, drawn anew: %s", ", ".join(drawn))
-    optimizer = make_optimizer(model, scaled_learning_rate(config), config.weight_decay)
+    optimizer = make_optimizer(
+        model, scaled_learning_rate(config), config.weight_decay, config.layerwise_lr_decay
+    )
     scheduler = make_scheduler(config, optimizer, num_steps)
     watch.stage("wrap")
     fsdp.configure(accelerator, model)
@@ -159,8 +182,26 @@ def _build_model(
     return model, optimizer, scheduler
 
 
+def _fitted(
+    config: TrainConfig,
+    accelerator: Accelerator,
+    watch: Watch,
+    splits: Splits,
+    tokenizer: Any,
+    pad: Padding,
+) -> TrainConfig:
+    """Settle per_device_train_batch_size: auto; the model is loaded once more for it."""
+    size = config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
+    rows = -(-size // accelerator.num_processes)
+    model, _ = plain_model(config, accelerator.device, splits.label_names, tokenizer)
+    model.to(accelerator.device).train()
+    found = largest_micro_batch(config, accelerator, watch, model, splits.train, pad, rows)
+    return config.resolved(per_device_train_batch_size=found, global_batch_size=size)
+
+
 def _resolve_batch(config: TrainConfig, num_processes: int) -> tuple[TrainConfig, int]:
     """Settle global batch size and accumulation steps; each follows from the other."""
+    assert config.per_device_train_batch_size != "auto"
     one_pass = config.per_device_train_batch_size * num_processes
     if config.gradient_accumulation_steps is not None:
         size, steps = (
@@ -183,11 +224,14 @@ def is_finished(run: Run) -> bool:
     Raises:
         CheckpointError: it holds another job's.
     """
-    ends = [event["step"] for event in read_events(run.events.path) if event["event"] == "end"]
-    if run.config.resume_from_checkpoint != "latest" or not ends or ends[-1] < run.num_steps:
+    ends = [event for event in read_events(run.events.path) if event["event"] == "end"]
+    if run.config.resume_from_checkpoint != "latest" or not ends:
         return False
-    if ends[-1] > run.num_steps:
-        logger.info("it was trained for %d updates, %d are asked for", ends[-1], run.num_steps)
+    step, patience = ends[-1]["step"], run.config.early_stopping_patience
+    if step < run.num_steps and (patience is None or ends[-1]["num_worse"] < patience):
+        return False
+    if step > run.num_steps:
+        logger.info("it was trained for %d updates, %d are asked for", step, run.num_steps)
     receipt = json.loads((run.output_dir / "receipt.json").read_text(encoding="utf-8"))
     state.check_same_run(
         run.output_dir, receipt["identity"], run.identity, run.config.allow_changed
@@ -230,6 +274,7 @@ def start_or_resume(run: Run) -> None:
             run.events.write("resume", step=run.step, num_processes=accelerator.num_processes)
         _check_space(run)
         _describe(run)
+    run.trackers.start(run.config, run.step)
     run.watch.wait()
     if run.config.on_nonfinite == "rollback" and run.step == 0:
         run.save()  # what the first update can be rolled back to
@@ -250,7 +295,9 @@ def _check_space(run: Run) -> None:
         at_once = config.save_total_limit + 1 + config.load_best_model_at_end
         saves = max(min(saves, at_once - there), 0)
     weights = sum(4 * parameter.numel() for parameter in run.model.parameters())
-    transaction.require_space(run.output_dir, 3 * weights * saves + weights, "this run")
+    trained = sum(4 * p.numel() for p in run.model.parameters() if p.requires_grad)
+    saved = 2 * trained + (weights if config.lora_r is None else trained)
+    transaction.require_space(run.output_dir, saved * saves + weights, "this run")
 
 
 def _describe(run: Run) -> None:

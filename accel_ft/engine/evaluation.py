@@ -2,7 +2,10 @@
 may be missing.
 """
 
+import io
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +14,14 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import nn
 
+from accel_ft.config import DataConfig
 from accel_ft.data.loader import Batches, Padding, make_loader
+from accel_ft.data.sources import Source
 from accel_ft.data.splits import Split
 from accel_ft.engine.step import forward
+from accel_ft.runtime.files import write_whole
+
+MISTAKES = 100
 
 
 def make_eval_loader(
@@ -76,13 +84,52 @@ def evaluate(
     split: Split,
     label_names: list[str],
     before_batch: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:
-    """Return the metrics of a split (see `classification_metrics`), the same on every rank.
-    Collective.
+    thresholds: NDArray[np.float64] | None = None,
+) -> tuple[dict[str, Any], NDArray[np.float32]]:
+    """Return the metrics of a split (see `metrics.score`) and the logits they come from, the same
+    on every rank. Collective.
     """
     logits = predict_split(accelerator, model, loader, len(split), before_batch)
-    from accel_ft.metrics import classification_metrics  # `import evaluate` is slow to come
+    from accel_ft.metrics import score  # `import evaluate` is slow to come
 
-    return classification_metrics(
-        logits, split.labels(np.arange(len(split), dtype=np.int64)), label_names
-    )
+    labels = split.labels(np.arange(len(split), dtype=np.int64))
+    return score(logits, labels, label_names, thresholds), logits
+
+
+def write_predictions(
+    folder: Path,
+    logits: NDArray[np.float32],
+    split: Split,
+    source: Source,
+    config: DataConfig,
+    label_names: list[str],
+    thresholds: NDArray[np.float64] | None,
+) -> None:
+    """Leave predictions.npz (logits [n, C], labels and rows [n], thresholds where there are any)
+    and mistakes.jsonl, the most confident mistakes (of a regression, the largest errors) with their
+    texts.
+    """
+    from accel_ft.metrics import mistakes
+
+    places = np.arange(len(split), dtype=np.int64)
+    labels, rows = split.labels(places), split.ids(places)
+    wrong, pairs = mistakes(logits, labels, label_names, thresholds)
+    worst = np.argsort(-wrong, kind="stable")[: min(MISTAKES, int((wrong > 0).sum()))]
+    texts = source.texts(config.columns, set(rows[worst].tolist()))
+    measure = "error" if config.problem_type == "regression" else "confidence"
+    lines = [
+        {
+            "text": texts[int(rows[place])],
+            "label": pairs[place][0],
+            "predicted": pairs[place][1],
+            measure: round(float(wrong[place]), 6),
+            "row": int(rows[place]),
+        }
+        for place in worst
+    ]
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    write_whole(folder / "mistakes.jsonl", text)
+    arrays: dict[str, Any] = {} if thresholds is None else {"thresholds": thresholds}
+    file = io.BytesIO()
+    np.savez(file, logits=logits, labels=labels, rows=rows, **arrays)
+    write_whole(folder / "predictions.npz", file.getvalue())

@@ -14,7 +14,7 @@ def train(run: Run) -> None:
     """Train from update `run.step` to the last one, then leave the final model."""
     micro_batches = run.start()
     run.model.train()
-    while run.step < run.num_steps:
+    while not run.is_over:
         micro_batches = update(run, micro_batches)
     run.finish()
 

@@ -13,20 +13,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
+from numpy.typing import NDArray
 from torch import nn
 
 from accel_ft.checkpoint import convert, state, transaction
 from accel_ft.config import TrainConfig
 from accel_ft.data.loader import Batch, Batches, make_loader
 from accel_ft.data.plan import Plan
-from accel_ft.data.splits import Split, Splits
-from accel_ft.engine.evaluation import evaluate
+from accel_ft.data.splits import Split, Splits, open_sources
+from accel_ft.engine.evaluation import evaluate, predict_split, write_predictions
 from accel_ft.errors import Preempted
+from accel_ft.model import adapters
 from accel_ft.runtime.logging import EventLog, progress_bar
 from accel_ft.runtime.memory import peak_memory
 from accel_ft.runtime.profile import make_profiler
+from accel_ft.runtime.trackers import Trackers
 from accel_ft.runtime.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -59,8 +63,11 @@ class Run:
     events: EventLog
     step: int = 0
     """Updates made."""
+    trackers: Trackers
     best: dict[str, Any] | None = None
-    """Step and value of the best evaluation."""
+    """Step, metric and value of the best evaluation."""
+    num_worse: int = 0
+    """Evaluations in a row that were no better than that."""
     stop_signal: int = 0
     """Signal that some rank got; the same on all ranks, 0 for none."""
     warned: bool = False
@@ -77,6 +84,11 @@ class Run:
     """This rank's weighted loss of each micro-batch of the update; on the device."""
     grad_norm: float | None = None
     """Of the last update over all ranks; None where it was not finite or there was none."""
+    logits: NDArray[np.float32] | None = None
+    """Of the newest evaluation, [n, C]."""
+    logits_step: int = -1
+    thresholds: NDArray[np.float64] | None = None
+    """Of several labels, in the end: the probability from which each counts, [C]."""
     loss_sum: float = 0.0
     """This rank's sum of weighted losses since the last train event."""
     loss_weight: float = 0.0
@@ -96,6 +108,12 @@ class Run:
     publisher: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     publication: Future[None] | None = None
     """Rank 0's, of `saved`."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no update is left to do."""
+        patience = self.config.early_stopping_patience
+        return self.step >= self.num_steps or (patience is not None and self.num_worse >= patience)
 
     @property
     def output_dir(self) -> Path:
@@ -165,14 +183,19 @@ class Run:
         state.check_same_run(folder, saved["identity"], self.identity, self.config.allow_changed)
         state.load(self.accelerator, folder, saved, self.config.seed)
         self.scheduler.load_state_dict(saved["scheduler"])
-        self.step, self.best, self.loss_weight = saved["step"], saved["best"], saved["loss_weight"]
+        self.step, self.loss_weight = saved["step"], saved["loss_weight"]
+        self.best, self.num_worse = saved["best"], saved["num_worse"]
         self.eval_is_due = saved["eval_is_due"]
         self.passed_over |= set(saved["passed_over"])
-        if self.best is not None and not self._best_folder().is_dir():
+        if self.best is not None and self.best["metric"] != self.config.best_metric:
+            logger.warning("best was that of %s: best starts anew", self.best["metric"])
+            self.best, self.num_worse = None, 0
+        keeps_best = self.config.load_best_model_at_end and self.best is not None
+        if keeps_best and not self._best_folder().is_dir():
             logger.warning(
                 "the best checkpoint, %s, is gone: best starts anew", self._best_folder()
             )
-            self.best = None
+            self.best, self.num_worse = None, 0
         sums, rank = saved["loss_sums"], self.accelerator.process_index
         if len(sums) == self.accelerator.num_processes:
             self.loss_sum = sums[rank]
@@ -225,7 +248,7 @@ class Run:
             except _Interrupted:
                 self.eval_is_due = True
         due = is_best or self._falls_on(self.step, self.config.save_steps)
-        if due or self.stop_signal:
+        if due or self.stop_signal or self.is_over:
             self.save()
         if self.stop_signal:
             self._end_early()
@@ -273,14 +296,21 @@ class Run:
         self.watch.stage("eval", can_save=True)
         scores = self._measure("eval", self.validation_loader, self.splits.validation)
         self.eval_is_due = False
-        if not self.config.load_best_model_at_end:
-            return False
-        key = self.config.metric_for_best_model
-        value = -scores[key] if key == "loss" else scores[key]
-        if self.best is not None and value <= self.best["value"]:
-            return False
-        self.best = {"step": self.step, "value": value}
-        return True
+        metric, ahead = self.config.best_metric, math.inf
+        value = scores[metric]
+        if not math.isfinite(value):
+            ahead = -math.inf
+        elif self.best is not None:
+            ahead = (value - self.best["value"]) * (1 if self.config.takes_highest else -1)
+        self.num_worse = 0 if ahead > self.config.early_stopping_threshold else self.num_worse + 1
+        if ahead > 0:
+            self.best = {"step": self.step, "metric": metric, "value": value}
+        if self.is_over and self.step < self.num_steps:
+            logger.info(
+                "%d evaluations in a row were no better than %s %.4f: stopping",
+                self.num_worse, metric, self.best["value"] if self.best else value,
+            )  # fmt: skip
+        return ahead > 0 and self.config.load_best_model_at_end
 
     def _measure(self, name: str, loader: Any, split: Split) -> dict[str, Any]:
         """Evaluate a split, write it as event `name`, and keep the time out of the training
@@ -288,7 +318,10 @@ class Run:
         """
         started = time.monotonic()
         names = self.splits.label_names
-        scores = evaluate(self.accelerator, self.model, loader, split, names, self._check_stop)
+        scores, self.logits = evaluate(
+            self.accelerator, self.model, loader, split, names, self._check_stop, self.thresholds
+        )
+        self.logits_step = self.step
         seconds = time.monotonic() - started
         self.timed_since += seconds
         values = {f"{name}_{key}": value for key, value in scores.items()}
@@ -296,10 +329,8 @@ class Run:
         self.events.write(
             name, step=self.step, epoch=epoch, **values, **{f"{name}_seconds": round(seconds, 3)}
         )
-        logger.info(
-            "%s after update %d: accuracy %.4f, macro F1 %.4f, loss %.4f (%d rows)",
-            name, self.step, scores["accuracy"], scores["f1_macro"], scores["loss"], len(split),
-        )  # fmt: skip
+        shown = ", ".join(f"{k} {v:.4f}" for k, v in scores.items() if isinstance(v, float))
+        logger.info("%s after update %d: %s (%d rows)", name, self.step, shown, len(split))
         return scores
 
     def settle(self) -> None:
@@ -326,17 +357,19 @@ class Run:
             "loss_sums": self.watch.tell(self.loss_sum),
             "loss_weight": self.loss_weight,
             "best": self.best,
+            "num_worse": self.num_worse,
             "eval_is_due": self.eval_is_due,
             "passed_over": sorted(self.passed_over),
         }
         final = transaction.checkpoint_folder(self.checkpoints, self.step)
-        config = self._plain_model().config
-        state.save(self.accelerator, self.watch, final, trainer_state, config, self.tokenizer)
+        model = self._plain_model()
+        parts = (model.config, self.tokenizer, adapters.peft_config(model))
+        state.save(
+            self.accelerator, self.watch, final, trainer_state, [p for p in parts if p is not None]
+        )
         self.saved = final
         if self.accelerator.is_main_process:
-            self.publication = self.publisher.submit(
-                self._publish, final, self.best["step"] if self.best else None
-            )
+            self.publication = self.publisher.submit(self._publish, final, self._protected_step)
         seconds = time.monotonic() - started
         self.events.write("save", step=self.step, seconds=round(seconds, 3))
         self.timed_since += seconds
@@ -348,6 +381,11 @@ class Run:
                 "TORCH_ELASTIC_SHUTDOWN_TIMEOUT before `accelerate launch` to a longer time",
                 seconds, grace,
             )  # fmt: skip
+
+    @property
+    def _protected_step(self) -> int | None:
+        keeps_best = self.config.load_best_model_at_end and self.best is not None
+        return self.best["step"] if keeps_best and self.best else None
 
     def _publish(self, final: Path, protected: int | None) -> None:
         transaction.publish(final)
@@ -363,20 +401,66 @@ class Run:
                 convert.load_any(self.accelerator, self._best_folder())
                 model_step = self.best["step"]
             logger.info("the model is that of update %d", model_step)
+        from accel_ft.metrics import best_thresholds, score
+
+        logits, names = self._predict_validation(model_step), self.splits.label_names
+        labels = self.splits.validation.labels(np.arange(len(logits), dtype=np.int64))
+        if self.config.problem_type == "multi_label_classification":
+            self.thresholds = best_thresholds(logits, labels)
+            self._plain_model().config.thresholds = self.thresholds.tolist()
+        scores = score(logits, labels, names, self.thresholds)
         self.watch.stage("save", can_save=True)
         self._export(self.output_dir / "model")
-        if self.test_loader is not None and self.splits.test is not None:
-            self.watch.stage("eval", can_save=True)
-            try:
-                self._measure("test", self.test_loader, self.splits.test)
-            except _Interrupted:
-                self._end_early()
+        self._leave_predictions(logits)
         self.events.write(
             "end",
             step=self.step,
             model_step=model_step,
+            num_worse=self.num_worse,
+            **{f"eval_{key}": value for key, value in scores.items()},
             peak_memory=max(self.watch.tell(peak_memory(self.accelerator.device))),
         )
+
+    def _predict_validation(self, model_step: int) -> NDArray[np.float32]:
+        """Return the final model's logits of the validation rows, [n, C]. Collective."""
+        if self.logits is not None and self.logits_step == model_step:
+            return self.logits
+        self.watch.stage("eval", can_save=True)
+        num_samples, loader = len(self.splits.validation), self.validation_loader
+        try:
+            return predict_split(
+                self.accelerator, self.model, loader, num_samples, self._check_stop
+            )
+        except _Interrupted:
+            self._end_early()
+            raise
+
+    def _leave_predictions(self, logits: NDArray[np.float32]) -> None:
+        """Measure the final model on the test rows, and write down its predictions of these; where
+        there are none, those of the validation rows. Collective.
+        """
+        name, split = "validation", self.splits.validation
+        if self.test_loader is not None and self.splits.test is not None:
+            name, split = "test", self.splits.test
+            self.watch.stage("eval", can_save=True)
+            try:
+                self._measure("test", self.test_loader, split)
+            except _Interrupted:
+                self._end_early()
+            assert self.logits is not None
+            logits = self.logits
+        with state.together(self.watch, self.output_dir / "predictions"):
+            if self.accelerator.is_main_process:
+                sources = open_sources(self.config)
+                write_predictions(
+                    self.output_dir,
+                    logits,
+                    split,
+                    sources.get(name) or sources["train"],  # that it was cut off
+                    self.config,
+                    self.splits.label_names,
+                    self.thresholds,
+                )
 
     def _best_folder(self) -> Path:
         assert self.best is not None
@@ -393,6 +477,10 @@ class Run:
         with state.together(self.watch, final):
             if self.accelerator.is_main_process:
                 staging = transaction.start(final)
-                self._plain_model().save_pretrained(staging, state_dict=weights)
+                model, lora = self._plain_model(), adapters.peft_config(self._plain_model())
+                if lora is not None:
+                    model = adapters.merged(model.config, lora.to_dict(), weights)
+                    weights = model.state_dict()
+                model.save_pretrained(staging, state_dict=weights)
                 self.tokenizer.save_pretrained(staging)
                 transaction.publish(final, with_manifest=False)  # users may add to it

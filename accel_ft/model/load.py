@@ -153,14 +153,17 @@ def check_max_seq_length(max_seq_length: int, limit: int | None) -> None:
         )
 
 
-def load_for_training(folder: str, config: Any, device: torch.device) -> tuple[Any, list[str]]:
+def load_for_training(
+    folder: str, config: Any, device: torch.device | None
+) -> tuple[Any, list[str]]:
     """Load a classifier in float32; a head that is missing or has other labels is drawn anew.
 
     Args:
         folder: resolved name.
         config: from `load_model_config`, with the number and names of the labels.
         device: decides the attention path. Eager is the faster one on a CPU that trains:
-            scaled_dot_product_attention with dropout takes a slow path there.
+            scaled_dot_product_attention with dropout takes a slow path there. None leaves it to the
+            model.
 
     Returns:
         The model, and the names of the parameters that were drawn anew.
@@ -168,7 +171,8 @@ def load_for_training(folder: str, config: Any, device: torch.device) -> tuple[A
     Raises:
         ConfigError: where it cannot be had.
     """
-    attention = {"attn_implementation": "eager"} if device.type == "cpu" else {}
+    on_cpu = device is not None and device.type == "cpu"
+    attention = {"attn_implementation": "eager"} if on_cpu else {}
     model, info = _load(
         "model_name_or_path", folder, config=config, ignore_mismatched_sizes=True, **attention
     )

@@ -1,5 +1,6 @@
 """AdamW's parameter groups, the learning rate and its schedule, counted in updates."""
 
+import re
 from typing import Any
 
 import torch
@@ -21,15 +22,49 @@ def scaled_learning_rate(config: TrainConfig) -> float:
 
 
 def make_optimizer(
-    model: nn.Module, learning_rate: float, weight_decay: float
+    model: nn.Module, learning_rate: float, weight_decay: float, layer_decay: float | None = None
 ) -> torch.optim.AdamW:
-    """Return a fused AdamW; vectors (biases, norms) are not decayed."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    """Return a fused AdamW; vectors (biases, norms) are not decayed.
+
+    Args:
+        model: whose trainable parameters it takes; the first groups are those of the head.
+        learning_rate: of the head.
+        weight_decay: of matrices.
+        layer_decay: factor of the learning rate for each layer further down; None for the same rate
+            everywhere. Source: Howard and Ruder, arXiv:1801.06146.
+    """
+    depth_of = layer_depths(model) if layer_decay is not None else {}
+    by_group: dict[tuple[int, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            key = depth_of.get(name, 0), parameter.ndim < 2
+            by_group.setdefault(key, []).append(parameter)
     groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        {
+            "params": by_group[depth, is_vector],
+            "lr": learning_rate * (layer_decay or 1.0) ** depth,
+            "weight_decay": 0.0 if is_vector else weight_decay,
+        }
+        for depth, is_vector in sorted(by_group)
     ]
     return torch.optim.AdamW(groups, lr=learning_rate, fused=True)
+
+
+def layer_depths(model: nn.Module) -> dict[str, int]:
+    """Return how many layers each parameter stands below the head: 0 for head and pooler, 1 for the
+    uppermost of L layers, L for the lowest, L + 1 for the embeddings.
+    """
+    inside = f"{getattr(model, 'base_model_prefix', '')}."
+    names = [name for name, _ in model.named_parameters()]
+    numbers = {name: re.search(r"\.(\d+)\.", name) for name in names if inside in name}
+    layers = {name: int(match[1]) for name, match in numbers.items() if match}
+    num_layers = max(layers.values(), default=-1) + 1
+    first = next((position for position, name in enumerate(names) if name in layers), 0)
+    below = {name for name in names[:first] if inside in name}
+    return {
+        name: num_layers - layers[name] if name in layers else (num_layers + 1) * (name in below)
+        for name in names
+    }
 
 
 def allocate_state(optimizer: torch.optim.Optimizer) -> None:

@@ -1,35 +1,94 @@
-"""The model card: README.md beside a model, as the Hub reads it."""
+"""The model card: README.md beside a model, as the Hub reads it; and the way to the Hub."""
 
+from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
+
+from accel_ft.errors import ConfigError
 
 
-def model_card(label_names: list[str], settings: dict[str, Any]) -> str:
+def model_card(
+    label_names: list[str], settings: dict[str, Any], scores: dict[str, float] | None = None
+) -> str:
     """Return a model card.
 
     Args:
         label_names: by id.
         settings: of the run it comes from; {} where that is not known.
+        scores: by name, on the test rows, or the validation rows where there are none.
     """
     base = str(settings.get("model_name_or_path", ""))
     on_hub = base and "://" not in base and not base.startswith((".", "/"))
+    name = settings.get("hub_model_id") or Path(str(settings.get("output_dir", "model"))).name
+    rows = settings.get("dataset_name") or settings.get("train_file") or "unknown"
+    results = [
+        EvalResult(
+            task_type="text-classification",
+            dataset_type=str(settings.get("dataset_name") or "custom"),
+            dataset_name=Path(str(rows)).name,
+            metric_type=metric,
+            metric_value=round(value, 6),
+        )
+        for metric, value in (scores or {}).items()
+    ]
     data = ModelCardData(
         pipeline_tag="text-classification",
         library_name="transformers",
         tags=["accelerate", "accel_ft"],
         base_model=base if on_hub else None,
         datasets=[settings["dataset_name"]] if settings.get("dataset_name") else None,
+        model_name=str(name) if results else None,
+        eval_results=results or None,
     )
-    rows = "".join(
-        f"| `{key}` | `{value}` |\n" for key, value in settings.items() if value is not None
+    measured = "".join(f"| {metric} | {value:.4f} |\n" for metric, value in (scores or {}).items())
+    keys = "".join(
+        f"| `{key}` | `{value}` |\n" for key, value in settings.items() if value not in (None, [])
     )
-    training = f"\n## Training\n\n| key | value |\n|---|---|\n{rows}" if rows else ""
-    labels = ", ".join(label_names)
+    evaluation = f"\n## Evaluation\n\n| metric | value |\n|---|---|\n{measured}" if measured else ""
+    training = f"\n## Training\n\n| key | value |\n|---|---|\n{keys}" if keys else ""
+    labels, place = ", ".join(label_names), settings.get("hub_model_id") or "."
     return str(
         ModelCard(
             f"---\n{data.to_yaml()}\n---\n\n# Text classifier\n\nLabels: {labels}.\n\n"
             "```python\nfrom transformers import pipeline\n\n"
-            'classify = pipeline("text-classification", model=".")\n```\n' + training
+            f'classify = pipeline("text-classification", model="{place}")\n```\n'
+            + evaluation
+            + training
         )
     )
+
+
+def require_repo(repo_id: str, private: bool) -> None:
+    """Make the repository on the Hub where there is none yet: before a run, so that one that cannot
+    be pushed ends now and not after it.
+
+    Raises:
+        ConfigError: with the Hub's answer.
+    """
+    try:
+        HfApi().create_repo(repo_id, private=private, exist_ok=True)
+    except Exception as error:  # no token, no right, no network, ...
+        raise ConfigError(
+            f"hub_model_id={repo_id}: the Hub refuses: {str(error).splitlines()[0]}. "
+            "Fix: `hf auth login`, or HF_TOKEN; or push_to_hub: false"
+        ) from error
+
+
+def push(folder: Path, repo_id: str) -> str:
+    """Upload a model's folder; return where it is.
+
+    Raises:
+        ConfigError: with the Hub's answer; the folder is what it was.
+    """
+    try:
+        return str(
+            HfApi().upload_folder(
+                folder_path=folder, repo_id=repo_id, commit_message="Trained with accel_ft"
+            )
+        )
+    except Exception as error:
+        raise ConfigError(
+            f"hub_model_id={repo_id}: could not be pushed: {str(error).splitlines()[0]}. {folder} "
+            f"is complete. Fix: `hf upload {repo_id} {folder}`"
+        ) from error

@@ -15,12 +15,12 @@ logger = logging.getLogger(__name__)
 LOCK_SECONDS = 30.0  # a run that was told to stop may still be saving
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Replace a file's content; a reader, or a kill, never meets half of it."""
     staging = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with staging.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with staging.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         staging.replace(path)

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +52,20 @@ def progress_bar(done: int, total: int, shown: bool) -> Any:
 class EventLog:
     """metrics.jsonl: one JSON object a line. Every rank may hold one; only rank 0's writes."""
 
-    def __init__(self, path: Path, writes: bool) -> None:
-        self.path, self.writes = path, writes
+    def __init__(
+        self,
+        path: Path,
+        writes: bool,
+        listener: Callable[[str, int, dict[str, Any]], None] = lambda *_: None,
+    ) -> None:
+        self.path, self.writes, self.listener = path, writes, listener
 
-    def write(self, event: str, **values: Any) -> None:
+    def write(self, event: str, step: int, **values: Any) -> None:
         """Append an event; it is in the hands of the operating system when this returns."""
         if self.writes:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"event": event, **values}) + "\n")
+                file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
+        self.listener(event, step, values)
 
     def rewind(self, step: int) -> None:
         """Drop the events of later updates than `step` (and a half-written last line): they will

@@ -1,0 +1,162 @@
+"""What of a model is trained: all of it, its head, or low-rank adapters (LoRA, through peft)."""
+
+import json
+import warnings
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from accel_ft.config import TrainConfig
+from accel_ft.errors import CheckpointError, ConfigError
+from accel_ft.model import load
+
+ADAPTER_CONFIG = "adapter_config.json"
+READ_KEYS = ("r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora")
+EXTRA = "LoRA needs peft. Fix: pip install 'accel_ft[lora]'"
+
+
+def choose_trained(model: Any, config: TrainConfig, drawn: Sequence[str] = ()) -> Any:
+    """Freeze what is not to be trained and add what is, before the optimizer is made.
+
+    Args:
+        model: loaded, not wrapped.
+        config: of the job.
+        drawn: names of the parameters that were drawn anew; they are trained in any case.
+
+    Raises:
+        ConfigError: the model cannot do what is asked for.
+    """
+    if config.gradient_checkpointing:
+        if not model.supports_gradient_checkpointing:
+            raise ConfigError(f"gradient_checkpointing=true: {type(model).__name__} cannot")
+        older = "gradient_checkpointing_enable"  # its name before transformers 5.20
+        enable = getattr(model, "activation_checkpointing_enable", None) or getattr(model, older)
+        enable({"use_reentrant": False})
+    if config.freeze == "encoder":
+        if model.base_model is model:
+            raise ConfigError(f"freeze=encoder: {type(model).__name__} has no encoder of its own")
+        model.base_model.requires_grad_(False)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad or name in drawn)
+    if config.lora_r is not None:
+        heads = {name.rpartition(".")[0] for name in drawn if not _is_head(name)}
+        targets = list(config.lora_target_modules) or [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear | Conv1D)
+            and not _is_head(name)
+            and not any(f"{name}.".startswith(f"{head}.") for head in heads)
+        ]
+        model = _with_adapters(
+            model,
+            f"lora_r={config.lora_r}",
+            base_model_name_or_path=config.model_name_or_path,
+            r=config.lora_r,
+            lora_alpha=config.lora_alpha,
+            lora_dropout=config.lora_dropout,
+            target_modules=targets,
+            modules_to_save=sorted(heads) or None,
+        )
+        _keep_the_trained_alone(model)
+    return model
+
+
+def _is_head(name: str) -> bool:
+    """Whether peft trains a module, or a parameter of it, whole of itself: it goes by the ends of
+    the modules' names.
+    """
+    return any(part.endswith(("classifier", "score")) for part in name.split("."))
+
+
+def _with_adapters(model: Any, key: str, **settings: Any) -> Any:
+    if find_spec("peft") is None:
+        raise ConfigError(EXTRA)
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    try:  # the head is trained whole: peft knows it by the task
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what the two libraries have to say to each other
+            return get_peft_model(model, LoraConfig(task_type=TaskType.SEQ_CLS, **settings))
+    except ValueError as error:
+        layers = sorted(
+            {
+                n.rpartition(".")[2]
+                for n, m in model.named_modules()
+                if isinstance(m, torch.nn.Linear)
+            }
+        )
+        raise ConfigError(f"{key}: {error}. Linear layers: {', '.join(layers)}") from error
+
+
+def _keep_the_trained_alone(model: Any) -> None:
+    """Have the model's state hold the trained parameters only, under every strategy: checkpoints
+    stay small, and what is frozen comes from the pretrained model again.
+    """
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+
+    def drop(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name in frozen:
+            state.pop(prefix + name, None)
+
+    def forgive(module: Any, keys: Any) -> None:
+        keys.missing_keys[:] = [
+            key
+            for key in keys.missing_keys
+            if key.removeprefix("module.").removeprefix("_orig_mod.") not in frozen
+        ]
+
+    model.register_state_dict_post_hook(drop)
+    model.register_load_state_dict_post_hook(forgive)
+
+
+def peft_config(model: Any) -> Any | None:
+    """Return the adapters' configuration of a model that has some."""
+    return getattr(model, "peft_config", {}).get("default")
+
+
+def merged(model_config: Any, adapters: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
+    """Return the classifier that a pretrained model and its adapters make together, on the CPU in
+    float32.
+
+    Args:
+        model_config: of the classifier.
+        adapters: adapter_config.json, of which only what decides the arithmetic is read.
+        weights: of the adapters and the head, by name.
+
+    Raises:
+        ConfigError, CheckpointError: the pretrained model cannot be had, or other weights belong to
+            it.
+    """
+    folder = load.resolve(str(adapters["base_model_name_or_path"]), "base_model_name_or_path")
+    base, drawn = load.load_for_training(folder, model_config, None)
+    settings = {key: adapters[key] for key in READ_KEYS if key in adapters}
+    model = _with_adapters(base, ADAPTER_CONFIG, **settings)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    saved = {name.replace(".modules_to_save.default", "") for name in weights}
+    lost = {name for name in drawn if f"base_model.model.{name}" not in saved}
+    if trained != weights.keys() or lost:
+        strange = ", ".join(sorted(trained ^ weights.keys() | lost)[:5])
+        raise CheckpointError(f"its adapters are not those of {folder}: {strange}")
+    model.load_state_dict(weights, strict=False)
+    return model.merge_and_unload()
+
+
+def read_adapters(folder: Path) -> dict[str, Any] | None:
+    """Read a checkpoint's adapter_config.json; None where it has none.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    path = folder / ADAPTER_CONFIG
+    if not path.is_file():
+        return None
+    try:
+        adapters: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        adapters["base_model_name_or_path"], adapters["r"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error!r}") from error
+    return adapters

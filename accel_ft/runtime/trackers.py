@@ -1,0 +1,99 @@
+"""Experiment trackers, through Accelerate's `log_with`. A tracker that fails never ends a run."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+from accel_ft.config import TrainConfig
+from accel_ft.errors import ConfigError, nearest
+
+logger = logging.getLogger(__name__)
+
+PROJECT = "accel_ft"
+
+
+def check(names: Sequence[str]) -> list[str]:
+    """Return the trackers to hand to `Accelerator(log_with=...)`, which would pass over those that
+    are not installed.
+
+    Raises:
+        ConfigError: for one that is unknown or not installed.
+    """
+    known, installed = list(LOGGER_TYPE_TO_CLASS), {str(kind) for kind in get_available_trackers()}
+    wanted = [name for name in names if name not in ("html", "none")]
+    for name in wanted:
+        if name not in known:
+            raise ConfigError(
+                f"report_to={name}: no such tracker.{nearest(name, known)} "
+                f"Allowed: html, {', '.join(known)}, none"
+            )
+        if name not in installed:
+            raise ConfigError(f"report_to={name}: is not installed. Fix: pip install {name}")
+    return wanted
+
+
+class Trackers:
+    """Hands a run's events on to its trackers; on rank 0, as each tracker wants it."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.failed = False
+
+    def start(self, config: TrainConfig, step: int) -> None:
+        """Open them, to go on from update `step`."""
+        if not check(config.report_to):
+            return
+        settings = {
+            key: value if isinstance(value, bool | int | float | str) else str(value)
+            for key, value in config.model_dump(mode="json").items()
+            if value is not None
+        }
+        name = str(config.output_dir.absolute()).strip("/").replace("/", "-")
+        again = {"name": name, "resume": "allow"}
+        folder = folder_of(config.output_dir)
+        folder.mkdir(exist_ok=True)
+        options: dict[str, Any] = {
+            "wandb": again | {"id": name[-64:], "dir": str(folder)},
+            "trackio": again,
+            "tensorboard": {"purge_step": step + 1 if step else None},
+        }
+        try:
+            self.accelerator.init_trackers(PROJECT, settings, options)
+        except Exception as error:  # other people's services fail in any way
+            raise ConfigError(
+                f"report_to={','.join(config.report_to)}: cannot be started: {error}"
+            ) from error
+
+    def log(self, event: str, step: int, values: dict[str, Any]) -> None:
+        """Hand on an event's numbers, by the names <event>/<key>."""
+        numbers = {
+            f"{event}/{key.removeprefix(event + '_')}": value
+            for key, value in values.items()
+            if isinstance(value, int | float)
+        }
+        if not numbers or not self.accelerator.trackers:
+            return
+        try:
+            self.accelerator.log(numbers, step=step)
+        except Exception as error:
+            if not self.failed:
+                logger.warning("a tracker failed, metrics.jsonl goes on: %r", error)
+            self.failed = True
+
+    def finish(self) -> None:
+        """Close them; `Accelerator.end_training` would close the process group as well."""
+        for tracker in self.accelerator.trackers:
+            try:
+                tracker.finish()
+            except Exception as error:
+                logger.warning("%s could not be closed: %r", tracker.name, error)
+        self.accelerator.trackers = []
+
+
+def folder_of(output_dir: Path) -> Path:
+    """Return where trackers with local files keep them."""
+    return output_dir / "trackers"
