@@ -68,7 +68,9 @@ def make_tiny_model(folder: Path) -> Path:
     )
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
     )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -76,6 +78,7 @@ def make_tiny_model(folder: Path) -> Path:
         unk_token="[UNK]",
         cls_token="[CLS]",
         sep_token="[SEP]",
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
     )
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
@@ -165,6 +168,7 @@ def job_words(model: Path, train_file: Path, eval_file: Path, output_dir: Path) 
         "logging_steps": 1,
         "save_steps": 1,
         "save_total_limit": "none",
+        "report_to": "none",
     }
     return [word for key, value in values.items() for word in (f"--{key}", str(value))]
 

@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import yaml
 from conftest import events_of, job_words, launch, run, write_rows
 from safetensors.torch import load_file
 from test_ranks import on_ranks
 
 from accel_ft import evaluate, export
+from accel_ft.checkpoint import convert, transaction
 
 STRATEGIES = {
     "single": (1, "cpu.yaml"),
@@ -18,6 +20,11 @@ STRATEGIES = {
     "fsdp2": (2, "cpu_fsdp2.yaml"),
     "fsdp3": (3, "cpu_fsdp2.yaml"),
 }
+ADAPTED = {
+    "lora": ["--lora_r", "4", "--learning_rate", "0.02"],
+    "frozen": ["--freeze", "encoder", "--learning_rate", "0.1", "--layerwise_lr_decay", "0.9"],
+}
+ADAPTED_SAVED_AT = 5
 SAVED_AT, LAST = 2, 12  # ten updates follow; none does
 
 
@@ -32,6 +39,7 @@ class Whole(NamedTuple):
     folder: Path
     curve: list[list[float]]
     sick: dict[str, list[list[float]]]
+    adapted: dict[str, list[list[float]]]
     shares: Any = None
 
 
@@ -56,9 +64,15 @@ def whole(
             words = job_words(still_model, rows_file, odd_file, folder / policy)
             words += ["--on_nonfinite", policy, "--save_steps", "3"]
             tasks.append({"do": "sick_curve", "words": words})
+        for name, keys in ADAPTED.items() if strategy != "fsdp3" else ():
+            words = job_words(still_model, rows_file, odd_file, folder / name)
+            words += [*keys, "--save_steps", str(ADAPTED_SAVED_AT)]
+            tasks.append({"do": "curve", "words": words})
         curve, *others = on(strategy, folder, *tasks)
-        sick = dict(zip(("skip", "rollback"), others[-2:], strict=True))
-        runs[strategy] = Whole(folder / "run", curve, sick, *others[:-2])
+        shares = [others.pop(0)] if strategy.startswith("fsdp") else []
+        sick = dict(zip(("skip", "rollback"), others[:2], strict=True))
+        adapted = dict(zip(ADAPTED, others[2:], strict=False))
+        runs[strategy] = Whole(folder / "run", curve, sick, adapted, *shares)
     return runs
 
 
@@ -66,6 +80,42 @@ def whole(
 def test_one_curve(whole: dict[str, Any], strategy: str) -> None:
     for ours, theirs in zip(whole[strategy].curve, whole["single"].curve, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ADAPTED)
+@pytest.mark.parametrize("strategy", ["ddp2", "fsdp2"])
+def test_adapters_have_one_curve(whole: dict[str, Any], strategy: str, kind: str) -> None:
+    """What is trained in part is the same under every strategy; so is the model that is left."""
+    for ours, theirs in zip(
+        whole[strategy].adapted[kind], whole["single"].adapted[kind], strict=True
+    ):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+    models = [
+        load_file(whole[name].folder.with_name(kind) / "model/model.safetensors")
+        for name in (strategy, "single")
+    ]
+    assert models[0].keys() == models[1].keys()
+    for name, value in models[0].items():
+        torch.testing.assert_close(value, models[1][name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("source", "target"), [("fsdp2", "ddp2"), ("ddp2", "fsdp2")])
+def test_adapters_resume_under_any_strategy(
+    whole: dict[str, Any], source: str, target: str, tmp_path: Path
+) -> None:
+    """Their checkpoints hold them and the head alone, and go on under another strategy."""
+    folder = whole[source].folder.with_name("lora")
+    checkpoint = folder / f"checkpoints/step_{ADAPTED_SAVED_AT:08d}"
+    for _, path in transaction.list_published(folder / "checkpoints"):
+        weights = convert.read_weights(path)
+        assert all("lora_" in name or "classifier" in name for name in weights)
+    words = yaml.safe_load((folder / "config.yaml").read_text())
+    words |= {"output_dir": str(tmp_path / "run"), "resume_from_checkpoint": str(checkpoint)}
+    words["report_to"] = "none"
+    listed = [w for k, v in words.items() if v not in (None, []) for w in (f"--{k}", str(v))]
+    (curve,) = on(target, tmp_path, {"do": "curve", "words": listed})
+    for ours, theirs in zip(curve, whole["single"].adapted["lora"][ADAPTED_SAVED_AT:], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp3"])
@@ -213,9 +263,7 @@ def test_export_of_every_strategy(whole: dict[str, Any], tmp_path: Path) -> None
 
     rows_csv = write_rows(tmp_path / "rows.csv", 100, seed=5)
     texts = tmp_path / "rows.txt"
-    texts.write_text(
-        "".join(text + "\n" for _, text, _ in file_source(rows_csv).rows("text", "label"))
-    )
+    texts.write_text("".join(text + "\n" for _, text, _ in file_source(rows_csv).rows()))
     exports = {strategy: tmp_path / strategy for strategy in ("single", "ddp2", "fsdp2")}
     for strategy, exported in exports.items():
         checkpoint = whole[strategy].folder / "checkpoints" / f"step_{LAST:08d}"

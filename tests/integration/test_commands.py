@@ -193,7 +193,8 @@ def test_quickstart(tmp_path: Path) -> None:
     slow = not torch.cpu._is_avx512_bf16_supported()
     precision = ["--mixed_precision", "no"] if slow else []
     done = launch("cpu.yaml", *precision, *words, env=environment, seconds=290)
-    accuracy, model, predict = done.stdout.splitlines()
+    accuracy, model, report, predict = done.stdout.splitlines()
+    assert report == f"report: {tmp_path / 'run' / 'report.html'}"
     assert float(accuracy.removeprefix("accuracy on the validation rows: ")) > 0.9
     assert model == f"model: {tmp_path / 'run' / 'model'}"
     assert (

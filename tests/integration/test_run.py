@@ -36,7 +36,8 @@ def finished(
 
 def test_what_a_run_leaves(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {path.name for path in finished.iterdir()} == {
-        "checkpoints", "config.yaml", "metrics.jsonl", "model", "ranks", "receipt.json",
+        "checkpoints", "config.yaml", "metrics.jsonl", "mistakes.jsonl", "model", "predictions.npz",
+        "ranks", "receipt.json",
     }  # fmt: skip
     assert [path.name for path in sorted((finished / "checkpoints").iterdir())] == [
         f"step_{step:08d}" for step in range(1, 13)

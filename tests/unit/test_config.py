@@ -33,6 +33,11 @@ def test_file_sets_and_word_overrides(tmp_path: Path) -> None:
     assert config.save_total_limit is None
     assert config.load_best_model_at_end is True
     assert train_config("--save_total_limit=none").save_total_limit is None
+    file = write(tmp_path, "report_to: html,tensorboard\nclass_weights: balanced\n")
+    config = train_config("--config", file)
+    assert config.report_to == ("html", "tensorboard")
+    assert config.class_weights == "balanced"
+    assert train_config("--config", write(tmp_path, "report_to: [html]\n")).report_to == ("html",)
 
 
 def test_all_faults_at_once_with_their_places(tmp_path: Path) -> None:

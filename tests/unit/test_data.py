@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import write_rows
 
-from accel_ft.config import DataConfig, TrainConfig, parse
+from accel_ft.config import Columns, DataConfig, TrainConfig, parse
 from accel_ft.data import tokenize as tokenize_module
 from accel_ft.data.loader import Batches, Padding, collate, make_loader, train_places
 from accel_ft.data.plan import Plan
@@ -37,7 +37,7 @@ def tokenizer(tiny_model: Path):
 
 
 def store_of(path: Path, tokenizer, max_seq_length: int = 16) -> TokenStore:
-    return tokenize(file_source(path), "text", "label", tokenizer, max_seq_length)
+    return tokenize(file_source(path), Columns(), tokenizer, max_seq_length)
 
 
 def splits_of(tokenizer, *words: str) -> Splits:
@@ -47,7 +47,7 @@ def splits_of(tokenizer, *words: str) -> Splits:
 
 def test_store_holds_what_the_tokenizer_says(rows_file: Path, tokenizer) -> None:
     store = store_of(rows_file, tokenizer)
-    rows = list(file_source(rows_file).rows("text", "label"))
+    rows = list(file_source(rows_file).rows())
     assert len(store) == 47
     for number, (_, text, label) in enumerate(rows):
         expected = tokenizer(text, truncation=True, max_length=16)["input_ids"]
@@ -178,7 +178,7 @@ def test_class_weights(tmp_path: Path, tokenizer) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("text,label\n" + "a,x\n" * 6 + "b,y\n" * 2)
     split = whole(path, tokenizer)
-    assert class_weights(None, split, ["x", "y"]).tolist() == [1, 1]
+    assert class_weights(None, split, ["x", "y"]) is None
     assert class_weights("balanced", split, ["x", "y"]).tolist() == [8 / 12, 8 / 4]
     split.class_weights = class_weights((1.0, 3.0), split, ["x", "y"])
     assert split.weights(np.arange(8)).tolist() == [1] * 6 + [3] * 2
@@ -221,7 +221,7 @@ def test_widths(tokenizer) -> None:
     ):
         pad = Padding(tokenizer, 100, device, compiled)
         assert pad.widths(lengths).tolist() == expected
-        assert pad([[5] * 9])["input_ids"].shape == (1, expected[3])
+        assert pad([np.full(9, 5)])["input_ids"].shape == (1, expected[3])
     few = Padding(tokenizer, 512, cuda, compiled=True).widths(np.arange(1, 513))
     assert sorted(set(few.tolist())) == [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
     assert Padding(tokenizer, 2, cuda, compiled=True).widths(np.array([1, 2])).tolist() == [2, 2]
@@ -230,7 +230,7 @@ def test_widths(tokenizer) -> None:
 def test_left_padding(rows_file: Path, tokenizer) -> None:
     pad = Padding(tokenizer, 64, CPU)
     pad.left = True
-    assert pad([[5, 6, 7], [8]])["input_ids"].tolist() == [[5, 6, 7], [0, 0, 8]]
+    assert pad([np.array([5, 6, 7]), np.array([8])])["input_ids"].tolist() == [[5, 6, 7], [0, 0, 8]]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -261,7 +261,7 @@ def rows(path: Path, *texts: str) -> Path:
 def test_cut_texts_are_counted(tmp_path: Path, tokenizer) -> None:
     """Exactly 4 tokens is not cut, 5 are; a text of a million characters is one of them."""
     file = rows(tmp_path / "a.jsonl", "the a", "the a of", "the " * 250_000, "")
-    store = tokenize(file_source(file), "text", "label", tokenizer, 4)
+    store = tokenize(file_source(file), Columns(), tokenizer, 4)
     assert (store.num_cut_texts, store.num_empty_texts) == (2, 1)
     assert store.lengths(np.arange(4)).tolist() == [4, 4, 4, 2]
 

@@ -27,6 +27,7 @@ from accel_ft.diagnosis import (
     tensors,
 )
 from accel_ft.diagnosis.finding import Finding, table
+from accel_ft.model import memory
 
 ROWS = TensorDataset(torch.arange(40.0).reshape(20, 2) / 40, torch.arange(20) % 2)
 
@@ -407,14 +408,14 @@ def test_activations_are_counted() -> None:
     def loss(rows: int) -> torch.Tensor:
         return loss_of(model, (torch.zeros(rows, 2), torch.zeros(rows, dtype=torch.int64)))
 
-    need = fit.need(model, loss, 16)
+    need = memory.need(model, loss, 16)
     assert 4 * (8 + 2 + 2) <= need.per_row <= 2 * 4 * (8 + 2 + 2)
     assert need.fixed < 100
     assert need.moments == 2 * need.parameters == 2 * need.gradients
 
 
 def test_will_it_fit() -> None:
-    wanted = fit.Need(400, 400, 800, per_row=100, fixed=0, largest_layer=50)
+    wanted = memory.Need(400, 400, 800, per_row=100, fixed=0, largest_layer=50)
     well(fit.will_it_fit(wanted, "ddp", 2, capacity=4000, rows=8))
     finding = fit.will_it_fit(wanted, "ddp", 2, capacity=2000, rows=8)
     caught(finding, "largest micro-batch 2")
@@ -536,7 +537,7 @@ def test_activations_are_let_go() -> None:
     model, x = small_model(), torch.zeros(500, 2)
     before = sum(type(o) is torch.Tensor for o in gc.get_objects())
     for _ in range(3):
-        fit.activation_bytes(lambda: model(x).exp().tanh().sum(), model)
+        memory.activation_bytes(lambda: model(x).exp().tanh().sum(), model)
     gc.collect()
     assert sum(type(o) is torch.Tensor for o in gc.get_objects()) <= before + 2
 

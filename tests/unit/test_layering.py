@@ -8,6 +8,7 @@ import accel_ft
 PACKAGE = Path(accel_ft.__file__).parent
 LAYERS = [
     "commands",
+    "reporting",
     "diagnosis",
     "engine",
     "checkpoint",
