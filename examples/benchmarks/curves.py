@@ -103,11 +103,12 @@ def trainer(options: argparse.Namespace, model: Path, accumulation: int, output_
         TrainingArguments,
     )
 
+    from accel_ft.config import Columns
     from accel_ft.data.sources import file_source
 
-    rows = list(file_source(options.train_file).rows(options.text_column, options.label_column))[
-        :ROWS
-    ]
+    rows = list(
+        file_source(options.train_file).rows(Columns(options.text_column, options.label_column))
+    )[:ROWS]
     names = sorted({label for _, _, label in rows})
     tokenizer = AutoTokenizer.from_pretrained(model)
     data = [

@@ -276,7 +276,7 @@ def trainer(name: str, about: dict[str, Any], seed: int, started: float) -> dict
 
     def rows(split: str, limit: int | None) -> Any:
         texts, labels = [], []
-        for _, text, label in open_sources(config)[split].rows("text", "label"):
+        for _, text, label in open_sources(config)[split].rows():
             texts.append(text)
             labels.append(names.index(label))
         table = datasets.Dataset.from_dict({"text": texts, "label": labels})
@@ -336,7 +336,8 @@ def trainer(name: str, about: dict[str, Any], seed: int, started: float) -> dict
         seconds = loop.train().metrics["train_runtime"]
         memory, trained = peak_memory(), padded
         predictions = loop.predict(test)
-    accuracy = float((predictions.predictions.argmax(-1) == np.array(test["label"])).mean())
+    labels = predictions.label_ids  # group_by_length reorders the test rows as well
+    accuracy = float((predictions.predictions.argmax(-1) == labels).mean())
     return {
         "seconds": seconds,
         "first_step": times["first"] - started,
