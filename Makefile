@@ -1,6 +1,6 @@
 PYTHON ?= .venv/bin/python
 
-.PHONY: setup check test curves faults
+.PHONY: setup check test docs curves faults
 
 setup:
 	python3 -m venv .venv
@@ -14,6 +14,13 @@ check:
 
 test:
 	$(PYTHON) -m pytest
+
+MODULES = $(addprefix accel_ft., $(patsubst accel_ft/%.py,%,$(wildcard accel_ft/[a-z]*.py)) \
+	checkpoint data diagnosis engine model reporting runtime)
+
+# The reference of everything public, from its docstrings, into site/.
+docs:
+	$(PYTHON) -m pdoc --docformat google --output-directory site accel_ft $(MODULES)
 
 # One curve under every strategy, as a table; ROWS=file.csv for rows of your own.
 curves:
