@@ -21,6 +21,10 @@ from pydantic.fields import FieldInfo
 
 from accel_ft.errors import ConfigError, nearest
 
+LAUNCH_OPTIONS = {
+    "mixed_precision", "num_processes", "num_machines", "config_file", "cpu", "multi_gpu",
+    "dynamo_backend", "main_process_port", "use_fsdp", "gpu_ids",
+}  # fmt: skip
 DATA_FILE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 
 ROW_KEYS = {"dataset_name", "train_file", "validation_file", "test_file"}
@@ -499,7 +503,10 @@ def parse(
     for word in unknown:
         if word.startswith("--"):
             key = word.removeprefix("--").split("=")[0]
-            faults.append(f"--{key}: unknown key.{nearest(key, config_class.model_fields)}")
+            meant = nearest(key, config_class.model_fields)
+            if key in LAUNCH_OPTIONS:
+                meant = " It is one of `accelerate launch`, before -m"
+            faults.append(f"--{key}: unknown key.{meant}")
         elif not any(fault.startswith("--") for fault in faults):
             faults.append(f"{word}: belongs to no key. Allowed: --key value")
     config = checked(config_class, values, origin, faults)

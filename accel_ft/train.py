@@ -170,7 +170,8 @@ def _say_farewell(config: TrainConfig, events: list[dict[str, Any]]) -> None:
     that is asked for.
     """
     metric = METRICS[config.problem_type][0]
-    print(f"{metric} on the validation rows: {events[-1][f'eval_{metric}']:.4f}")
+    tuned = " (thresholds are tuned on them)" * ("multi_label" in config.problem_type)
+    print(f"{metric} on the validation rows: {events[-1][f'eval_{metric}']:.4f}{tuned}")
     for event in events:
         if event["event"] == "test":
             print(f"{metric} on the test rows: {event[f'test_{metric}']:.4f}")

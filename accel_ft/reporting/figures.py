@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from accel_ft.reporting.record import Record
 
 TRAIN_CURVES = ("loss", "learning_rate", "grad_norm", "samples_per_second")
-TICKS_AT_MOST = 30
+TICKS_AT_MOST, MARKED_POINTS = 30, 25
 
 
 def curves(records: Sequence[Record]) -> dict[str, Figure]:
@@ -29,7 +29,7 @@ def curves(records: Sequence[Record]) -> dict[str, Figure]:
         axes = figure.subplots()
         for record in records:
             points = [(e["step"], e[key]) for e in record.of(event) if e.get(key) is not None]
-            marker = "o" if event == "eval" else None
+            marker = "o" if len(points) < MARKED_POINTS else None  # a line of one point is none
             axes.plot(*zip(*points, strict=True), label=record.name, linewidth=1.2, marker=marker)
         axes.set_title(key.replace("eval_", "validation ").replace("_", " "))
         axes.set_xlabel("update")

@@ -90,7 +90,11 @@ def _about(record: Record) -> dict[str, Any]:
             for key, value in record.receipt.items()
         },
         "timeline": [
-            {key: value for key, value in event.items() if key not in ("event", "step")}
+            {
+                key: value
+                for key, value in event.items()
+                if key not in ("event", "step") and not key.startswith("eval_")
+            }
             | {"event": event["event"], "step": event["step"]}
             for event in record.events
             if event["event"] not in ("train", "eval", "test")

@@ -40,6 +40,12 @@ def test_file_sets_and_word_overrides(tmp_path: Path) -> None:
     assert train_config("--config", write(tmp_path, "report_to: [html]\n")).report_to == ("html",)
 
 
+def test_options_of_the_launcher_are_told() -> None:
+    assert "--mixed_precision: unknown key. It is one of `accelerate launch`" in fault(
+        "--mixed_precision", "no"
+    )
+
+
 def test_all_faults_at_once_with_their_places(tmp_path: Path) -> None:
     file = write(
         tmp_path, "sed: 3\nnum_train_epochs: lots\nlogging_steps: true\ntrain_file: no/rows.csv\n"
