@@ -13,6 +13,7 @@ from test_practice import cut_off
 
 from accel_ft import evaluate, load_classifier, predict, train
 from accel_ft.config import Columns
+from accel_ft.data.loader import Padding
 from accel_ft.data.sources import file_source
 from accel_ft.data.tokenize import tokenize
 from accel_ft.engine.step import weighted_loss
@@ -372,5 +373,7 @@ def test_token_types(tmp_path: Path, tiny_model: Path) -> None:
     assert first[1].tolist() == [0, 0, 0, 1, 1, 1]
     assert second[1].tolist() == [0, 0, 0, 1]
     assert store.lengths(np.arange(2)).tolist() == [6, 4]
+    batch = Padding(load_tokenizer(str(tiny_model)), 8, torch.device("cpu"))([first, second])
+    assert batch["token_type_ids"].tolist() == [[0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 0, 0]]
     plain = tokenize(file_source(tmp_path / "p.csv"), Columns(), load_tokenizer(str(tiny_model)), 8)
     assert plain.tokens(0).ndim == 1
