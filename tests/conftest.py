@@ -50,7 +50,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny_model"))
 
 
-def make_tiny_model(folder: Path) -> Path:
+def make_tiny_model(folder: Path, max_positions: int = 64) -> Path:
     """Write the tiny model."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
@@ -88,7 +88,7 @@ def make_tiny_model(folder: Path) -> Path:
         num_hidden_layers=2,
         num_attention_heads=2,
         intermediate_size=64,
-        max_position_embeddings=64,
+        max_position_embeddings=max_positions,
     )
     BertModel(config).save_pretrained(folder)
     return folder

@@ -325,6 +325,8 @@ def test_pairs(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[s
         ("treaty border embassy", "goal striker medal"),
     ]
     assert [each["label"] for each in classify.predict(asked)] == ["World", "Sports"]
+    with pytest.raises(DataError, match="trained on pairs"):
+        classify.predict(["goal striker medal"])
     predict.main(
         [
             "--checkpoint",

@@ -276,6 +276,9 @@ def test_texts_shared_with_training_are_counted(
         load_splits(config, tokenizer, None)
     assert "2 of the 4 validation texts are among the training texts" in caplog.text
     assert "4 of the 4 test texts are among the training texts" in caplog.text
+    assert (
+        "4 validation rows are few: an accuracy of 0.5 on them is uncertain by 0.49" in caplog.text
+    )
 
 
 def test_labels_that_look_alike_are_told(

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from accel_ft.data.sources import Source, file_source, hub_sources, read_records
+from accel_ft.config import DataConfig
+from accel_ft.data.sources import Source, check_first_rows, file_source, hub_sources, read_records
 from accel_ft.errors import ConfigError, DataError
 
 
@@ -91,6 +92,17 @@ def test_faults_name_file_and_line(
 
     message = fault(tmp_path, name, content)
     assert re.search(words, message, re.DOTALL), message
+
+
+def test_missing_columns_of_all_files_are_told_at_once(tmp_path: Path) -> None:
+    files = {
+        f"{kind}_file": write(tmp_path, f"{kind}.csv", "txt,label\nx,1\n" + "y\n" * 9)
+        for kind in ("train", "validation", "test")
+    }
+    with pytest.raises(DataError) as error:
+        check_first_rows(DataConfig(**files))
+    assert str(error.value).count("text_column=text: no such column in") == 3
+    check_first_rows(DataConfig(**files, text_column="txt"))
 
 
 def test_faults_of_every_kind_are_told_together(tmp_path: Path) -> None:
