@@ -34,6 +34,19 @@ METRICS = {
     "multi_label_classification": ("f1_macro", "f1_micro", "accuracy", "loss"),
     "regression": ("rmse", "mae", "pearson", "r2", "loss"),
 }
+GROUPS = {  # of --help, by the key that each begins with
+    "dataset_name": "rows",
+    "model_name_or_path": "model, output and length of training",
+    "learning_rate": "optimizer and schedule",
+    "class_weights": "loss and labels",
+    "freeze": "what is trained",
+    "seed": "logging, evaluation and checkpoints",
+    "resume_from_checkpoint": "resume and faults",
+    "report_to": "reports, trackers and the Hub",
+    "profile": "speed",
+    "checkpoint": "what and where",
+    "json": "findings",
+}
 C = TypeVar("C", bound="Config")
 Fault = tuple[tuple[str, ...], str]  # the keys it touches, the message
 
@@ -580,10 +593,13 @@ def _parser(config_class: type[Config], prog: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--print_config", action="store_true", help="print every key as it would be used, and stop"
     )
+    group = parser.add_argument_group("keys")
     for key, field in config_class.model_fields.items():
+        if key in GROUPS:
+            group = parser.add_argument_group(GROUPS[key])
         about = " ".join((field.description or "").split()).replace("%", "%%")
         default = "required" if field.is_required() else f"default: {field.default}"
-        parser.add_argument(
+        group.add_argument(
             f"--{key}",
             nargs="?",
             const=True,

@@ -85,6 +85,8 @@ class Predictor:
         """
         if isinstance(texts, str):
             raise TypeError("texts: a list of texts is wanted, not one text")
+        if self.config.text_pair_column is not None and any(isinstance(t, str) for t in texts):
+            raise DataError("texts: the model was trained on pairs. Fix: a tuple of two texts each")
         return [self.describe(row) for row in self.scores(list(texts))] if texts else []
 
     def label(self, rows: Iterator[Any]) -> Iterator[list[dict[str, Any]]]:

@@ -37,6 +37,9 @@ def fit(config: TrainConfig) -> None:
         UserError: for what the user can mend, before the model is loaded where it can be known
             before.
     """
+    from accel_ft.data.sources import check_first_rows
+
+    check_first_rows(config)  # the imports that follow take seconds
     from accelerate.utils import (
         DataLoaderConfiguration,
         DistributedDataParallelKwargs,

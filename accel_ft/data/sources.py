@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from accel_ft.config import Columns
+from accel_ft.config import Columns, DataConfig
 from accel_ft.data.targets import MEANT, canonical
 from accel_ft.errors import ConfigError, DataError, nearest
 from accel_ft.runtime.hub import hub_reachable, unreachable_message
@@ -312,6 +312,28 @@ def check_columns(name: str, record: dict[str, Any], wanted: dict[str, str | Non
         for kind, column in wanted.items()
         if column is not None and column not in record
     ]
+    if faults:
+        raise DataError("\n  ".join(faults))
+
+
+def check_first_rows(config: DataConfig) -> None:
+    """Look for the columns in the first row of each file: at once, before anything is loaded.
+
+    Raises:
+        DataError: naming what is missing, of all files.
+    """
+    columns, faults = config.columns, []
+    wanted = {"text": columns.text, "pair": columns.pair, "label": columns.label}
+    for path in (config.train_file, config.validation_file, config.test_file):
+        suffix = "" if path is None else path.suffix.lower().removeprefix(".")
+        if suffix in ("", "json"):  # a json file has no first row before all of it is read
+            continue
+        first = next(read_records(str(path), suffix), ("", ""))[1]
+        try:
+            if isinstance(first, dict):
+                check_columns(str(path), first, wanted)
+        except DataError as error:
+            faults.append(str(error))
     if faults:
         raise DataError("\n  ".join(faults))
 

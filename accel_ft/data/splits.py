@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_DATASET = "fancyzhx/ag_news"
 VALIDATION_SHARE = 0.1
 VALIDATION_MAX = 2000
+FEW_ROWS = 100
 COMPARED_TEXTS = 5_000_000
 HASHES_AT_ONCE = 1_000_000
 SPLIT_KEY = combine_key(0xACCE1F7)  # fixed: other seeds train on the same rows
@@ -141,6 +142,11 @@ def load_splits(config: DataConfig, tokenizer: Any, max_train_samples: int | Non
         logger.warning(
             "the %d validation rows hold %d of the %d labels: their metrics say little",
             len(validation), seen, len(names),
+        )  # fmt: skip
+    if len(validation) < FEW_ROWS:
+        logger.warning(
+            "%d validation rows are few: an accuracy of 0.5 on them is uncertain by %.2f",
+            len(validation), 0.98 / len(validation) ** 0.5,
         )  # fmt: skip
     test = Split(*encoded["test"], 0, len(stores["test"])) if "test" in encoded else None
     _warn_of_look_alikes(names)

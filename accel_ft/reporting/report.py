@@ -2,13 +2,13 @@
 
 import base64
 import io
-import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from accel_ft.errors import ConfigError
 from accel_ft.metrics import class_scores, confusion_matrix, sigmoid, softmax
@@ -86,12 +86,12 @@ def _about(record: Record) -> dict[str, Any]:
         },
         "settings": {k: v for k, v in record.settings.items() if v not in (None, (), [])},
         "receipt": {
-            key: value if isinstance(value, str | int) else json.dumps(value, indent=1)
+            key: value if isinstance(value, str | int) else _yaml(value)
             for key, value in record.receipt.items()
         },
         "timeline": [
             {
-                key: value
+                key: f"{value / 2**20:,.0f} MiB" if key == "peak_memory" else value
                 for key, value in event.items()
                 if key not in ("event", "step") and not key.startswith("eval_")
             }
@@ -104,6 +104,10 @@ def _about(record: Record) -> dict[str, Any]:
     if record.predictions:
         about |= _about_predictions(record)
     return about
+
+
+def _yaml(value: Any) -> str:
+    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True).removesuffix("...\n")
 
 
 def _about_predictions(record: Record) -> dict[str, Any]:

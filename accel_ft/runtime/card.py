@@ -47,7 +47,8 @@ def model_card(
     )
     evaluation = f"\n## Evaluation\n\n| metric | value |\n|---|---|\n{measured}" if measured else ""
     training = f"\n## Training\n\n| key | value |\n|---|---|\n{keys}" if keys else ""
-    labels, place = ", ".join(label_names), settings.get("hub_model_id") or "."
+    labels = ", ".join(" ".join(name.split()) for name in label_names)
+    place = settings.get("hub_model_id") or "."
     return str(
         ModelCard(
             f"---\n{data.to_yaml()}\n---\n\n# Text classifier\n\nLabels: {labels}.\n\n"
