@@ -52,8 +52,8 @@ logger = logging.getLogger(__name__)
 
 UPDATES = 4
 LIMIT_SECONDS, KEPT = 60, 2
-ROWS = 256
-LEARNT_ROWS = 64
+ROWS, EVAL_ROWS = 256, 64
+LEARNT_ROWS, LEARNT_TOKENS = 64, 16
 UNFORESEEN = "examination"
 FP16 = "fp16: gradients alone mean nothing without the loss scaler"
 TOLERANCE = {"no": 1e-4, "bf16": 0.05, "fp16": 0.05}
@@ -163,7 +163,7 @@ def _probe(config: TrainConfig, folder: Path, watch: Watch) -> TrainConfig:
     return config.resolved(
         output_dir=folder / "run", max_steps=UPDATES, logging_steps=1, save_steps=UPDATES,
         max_train_samples=min(config.max_train_samples or ROWS, ROWS), test_file=None,
-        max_eval_samples=min(config.max_eval_samples or ROWS, ROWS), preflight="off",
+        max_eval_samples=min(config.max_eval_samples or EVAL_ROWS, EVAL_ROWS), preflight="off",
         resume_from_checkpoint=None, load_best_model_at_end=False, profile=False,
         save_total_limit=KEPT,
     )  # fmt: skip
@@ -186,7 +186,7 @@ def _on_the_job(
     yield from _on_the_replicas(run, "at the start")
     yield from _on_the_loop(run)
     yield from _on_the_replicas(run, "at the end")
-    yield from resume.resume(_jobs(job, watch, folder), folder)
+    yield from resume.resume(_jobs(job, watch, folder), folder, steps=1)
 
 
 def _quiet(run: Run) -> Run:
@@ -278,8 +278,8 @@ def _on_a_plain_model(run: Run) -> Iterator[Finding]:
 
 
 def _fit(run: Run, model: nn.Module) -> Finding:
-    rows = max(len(run.plan.micro_batches(0, run.num_micro_batches)[0]), 2)
-    wanted = measured_need(run.accelerator, model, run.splits.train, run.train_batches.pad, rows)
+    rows = len(run.plan.micro_batches(0, run.num_micro_batches)[0])
+    wanted = measured_need(run.accelerator, model, run.splits.train, run.train_batches.pad)
     strategy, capacity = strategy_and_memory(run.accelerator)
     return fit.will_it_fit(wanted, strategy, run.accelerator.num_processes, capacity, rows)
 
@@ -328,7 +328,7 @@ def _loader_speed(run: Run, model: nn.Module) -> Finding:
 
 
 def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
-    """The shortest rows by heart, no two of them alike: on this process alone."""
+    """The beginnings of some rows by heart, no two of them alike: on this process alone."""
     if run.accelerator.mixed_precision == "fp16":
         yield skipped("overfits", FP16)
         return
@@ -337,12 +337,12 @@ def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
         return
     split = run.splits.train
     places = np.arange(len(split), dtype=np.int64)
-    shortest = places[np.argsort(split.lengths(places), kind="stable")]
-    rows = zip(split.tokens(shortest), shortest, strict=True)
-    texts = {row.tobytes(): place for row, place in rows}
-    chosen = np.array(sorted(texts.values(), key=shortest.tolist().index)[:LEARNT_ROWS])
-    batch = _batch(run, chosen)
-    batch["weights"] = torch.ones_like(batch["weights"])
+    rows = zip(split.tokens(places), places, strict=True)
+    texts = {row[..., :LEARNT_TOKENS].tobytes(): place for row, place in rows}
+    chosen = np.array(list(texts.values())[:LEARNT_ROWS])
+    batch = run.train_batches.pad([row[..., :LEARNT_TOKENS] for row in split.tokens(chosen)])
+    batch |= {"labels": torch.from_numpy(split.labels(chosen)), "weights": torch.ones(len(chosen))}
+    batch = {key: value.to(run.accelerator.device) for key, value in batch.items()}
     size = getattr(model.config, "hidden_size", None) or 384
     optimizer = make_optimizer(model, 0.1 / size, 0.0)  # 1e-4 for 1,024, more for smaller ones
 

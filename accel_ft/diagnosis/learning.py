@@ -14,7 +14,7 @@ from torch import nn
 
 from accel_ft.diagnosis.finding import Finding, failed, listed, passed, skipped, warned
 
-ENOUGH_UPDATES = 20
+ENOUGH_UPDATES = 50
 
 
 def initial_loss(loss: float, num_labels: int, is_fresh: bool = True) -> Finding:
@@ -69,7 +69,7 @@ def gradient_norms(model: nn.Module) -> Finding:
 def overfits(
     step: Callable[[], float],
     steps: int = 200,
-    seconds: float = 20.0,
+    seconds: float = 15.0,
     goal: float | None = 0.1,
     patience: int = 3,
 ) -> Finding:

@@ -6,11 +6,11 @@ sent round, a buffer that each rank keeps for itself, a rank that skipped its ba
 changed its gradients after DDP had summed them, a parameter without a gradient.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import xxhash
 from torch import distributed as dist
 from torch import nn
 
@@ -26,8 +26,9 @@ def digest(tensor: torch.Tensor) -> str:
         tensor = tensor.detach().coalesce()
         return digest(tensor.indices()) + digest(tensor.values())
     flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    head = f"{tensor.dtype}{list(tensor.shape)}".encode()
-    return hashlib.blake2b(head + flat.numpy().tobytes(), digest_size=8).hexdigest()
+    hashed = xxhash.xxh3_128(f"{tensor.dtype}{list(tensor.shape)}".encode())
+    hashed.update(flat.numpy().data)
+    return hashed.hexdigest()
 
 
 def _differing(tensors: Tensors) -> tuple[list[str], int, list[int]]:

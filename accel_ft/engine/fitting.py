@@ -24,15 +24,12 @@ logger = logging.getLogger(__name__)
 COUNTED_ROWS, MEASURED_ROWS = 1_000_000, 4
 
 
-def measured_need(
-    accelerator: Accelerator, model: Any, split: Split, pad: Padding, rows: int
-) -> Need:
+def measured_need(accelerator: Accelerator, model: Any, split: Split, pad: Padding) -> Need:
     """Measure a forward pass over rows as long as the longest of all, the worst that can come.
 
     Args:
         model: not wrapped, on its device, in training mode.
         split: the training rows.
-        rows: of the larger one of two micro-batches, at least 2.
     """
     known = np.arange(min(len(split.store), COUNTED_ROWS), dtype=np.int64)
     text = np.resize(np.atleast_2d(split.store.tokens(0))[0], int(split.store.lengths(known).max()))
@@ -47,7 +44,7 @@ def measured_need(
             logits = forward(model, batch)
         return weighted_loss(logits, batch["labels"], batch["weights"], 0.0)
 
-    return need(model, loss, rows)
+    return need(model, loss, MEASURED_ROWS)
 
 
 def strategy_and_memory(accelerator: Accelerator) -> tuple[str, int]:
@@ -80,7 +77,7 @@ def largest_micro_batch(
     Raises:
         ConfigError: not one fits.
     """
-    wanted = measured_need(accelerator, model, split, pad, MEASURED_ROWS)
+    wanted = measured_need(accelerator, model, split, pad)
     strategy, capacity = strategy_and_memory(accelerator)
     free = int(capacity * (1 - RESERVE)) - wanted.on_rank(strategy, accelerator.num_processes, 0)
     found = int(min(*watch.tell(free // max(wanted.per_row, 1)), rows))

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,6 +61,7 @@ def resolve(name: str, key: str = "model_name_or_path") -> str:
     return str(folder)
 
 
+@cache
 def _check_weights(key: str, name: str, weights: Path, fragment: str, package: str) -> None:
     """Compare the weights' SHA-256 with the one in the name, or else with the one the package was
     installed with.
