@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from conftest import events_of, job_words, run_hash
+from safetensors.torch import load_file, save_file
 
 from accel_ft import evaluate, predict, train
 from accel_ft.config import TrainConfig, parse
@@ -438,12 +439,21 @@ def test_predict_keeps_order_and_ids(
 
     monkeypatch.setattr(predict, "CHUNK_ROWS", 8)  # three chunks
     records = [record for _, record in read_records(str(odd_file), "csv")]
-    classifier = pipeline("text-classification", model=str(finished / "model"))
-    expected = [answer["label"] for answer in classifier([record["text"] for record in records])]
+    model = tmp_path / "model"
+    shutil.copytree(finished / "model", model)
+    weights = load_file(model / "model.safetensors")
+    weights["classifier.weight"] *= 1000  # else its answers to all rows are nearly the same
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    classifier = pipeline("text-classification", model=str(model))
+    answers = classifier([record["text"] for record in records])
+    expected = [answer["label"] for answer in answers]
+    scores = [answer["score"] for answer in answers]
+    assert len({round(score, 4) for score in scores}) > len(scores) / 2
 
-    predict.main(["--checkpoint", str(finished), "--input", str(odd_file), "--all_scores"])
+    predict.main(["--checkpoint", str(model), "--input", str(odd_file), "--all_scores"])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["label"] for row in rows] == expected
+    assert [row["score"] for row in rows] == pytest.approx(scores, abs=1e-5)
     assert [row["line"] for row in rows] == list(range(2, 23))
     assert all(max(row["scores"].values()) == row["score"] for row in rows)
     assert all(sum(row["scores"].values()) == pytest.approx(1, abs=1e-5) for row in rows)
@@ -457,7 +467,7 @@ def test_predict_keeps_order_and_ids(
     predict.main(
         [
             "--checkpoint",
-            str(finished / "model"),
+            str(model),
             "--input",
             str(with_ids),
             "--output",
@@ -473,8 +483,8 @@ def test_predict_keeps_order_and_ids(
         buffer = io.BufferedReader(io.BytesIO("".join(r["text"] + "\n" for r in records).encode()))
 
     monkeypatch.setattr("sys.stdin", StandardInput)
-    predict.main(["--checkpoint", str(finished), "--input", "-"])
+    predict.main(["--checkpoint", str(model), "--input", "-"])
     assert [json.loads(line)["label"] for line in capsys.readouterr().out.splitlines()] == expected
 
-    predict.main(["--checkpoint", str(finished), "--text", records[0]["text"]])
+    predict.main(["--checkpoint", str(model), "--text", records[0]["text"]])
     assert json.loads(capsys.readouterr().out)["label"] == expected[0]
