@@ -66,6 +66,14 @@ class Config(BaseModel):
         """Yield what is wrong between keys, or on disk."""
         yield from ()
 
+    def _either(self, one: str, other: str, fix: str = "keep one of the two") -> Iterator[Fault]:
+        values = getattr(self, one), getattr(self, other)
+        if None not in values:
+            yield (
+                (one, other),
+                f"{one}={values[0]}: given together with {other}={values[1]}. Fix: {fix}",
+            )
+
     def resolved(self, **changes: Any) -> Self:
         """Return a copy with `changes`."""
         return self.model_copy(update=changes)
@@ -139,15 +147,7 @@ class DataConfig(Config):
             path: Path | None = getattr(self, key)
             if path is not None:
                 yield from _file_faults(key, path)
-        if self.dataset_name is not None and self.train_file is not None:
-            yield (
-                ("dataset_name", "train_file"),
-                (
-                    f"dataset_name={self.dataset_name}: given together with "
-                    f"train_file={self.train_file}. "
-                    "Fix: keep one of the two"
-                ),
-            )
+        yield from self._either("dataset_name", "train_file")
 
 
 class TrainConfig(DataConfig):
@@ -288,25 +288,12 @@ class TrainConfig(DataConfig):
     def rules(self) -> Iterator[Fault]:
         """Check the keys against each other."""
         yield from super().rules()
-        if self.global_batch_size is not None and self.gradient_accumulation_steps is not None:
-            yield (
-                ("global_batch_size", "gradient_accumulation_steps"),
-                (
-                    f"gradient_accumulation_steps={self.gradient_accumulation_steps}: given "
-                    "together with "
-                    f"global_batch_size={self.global_batch_size}, from which it follows. Fix: "
-                    "keep one of the two"
-                ),
-            )
-        if (
-            self.gradient_accumulation_steps is not None
-            and self.per_device_train_batch_size == "auto"
-        ):
-            yield (
-                ("gradient_accumulation_steps", "per_device_train_batch_size"),
-                "per_device_train_batch_size=auto: given together with "
-                f"gradient_accumulation_steps={self.gradient_accumulation_steps}. "
-                "Fix: global_batch_size in its place",
+        yield from self._either("global_batch_size", "gradient_accumulation_steps")
+        if self.per_device_train_batch_size == "auto":
+            yield from self._either(
+                "per_device_train_batch_size",
+                "gradient_accumulation_steps",
+                "global_batch_size in place of the latter",
             )
         wanted = self.best_metric
         if wanted not in METRICS[self.problem_type]:
@@ -323,31 +310,15 @@ class TrainConfig(DataConfig):
                     f"{key}={getattr(self, key)}: is for single_label_classification only, not "
                     f"problem_type={self.problem_type}",
                 )
-        if self.freeze is not None and self.lora_r is not None:
-            yield (
-                ("freeze", "lora_r"),
-                f"freeze={self.freeze}: given together with lora_r={self.lora_r}. Fix: keep one",
-            )
-        if self.oversampling is not None and self.class_weights is not None:
-            yield (
-                ("oversampling", "class_weights"),
-                (
-                    f"oversampling={self.oversampling}: given together with "
-                    f"class_weights={self.class_weights}, which would balance twice. Fix: keep one"
-                ),
-            )
+        yield from self._either("freeze", "lora_r")
+        yield from self._either("oversampling", "class_weights")
+        has_rows = self.train_file is not None or self.dataset_name is not None
         for key in ("validation_file", "test_file"):
-            if (
-                getattr(self, key) is not None
-                and self.train_file is None
-                and self.dataset_name is None
-            ):
+            if getattr(self, key) is not None and not has_rows:
                 yield (
                     (key, "train_file", "dataset_name"),
-                    (
-                        f"{key}={getattr(self, key)}: given without training rows. Fix: add "
-                        "train_file or dataset_name"
-                    ),
+                    f"{key}={getattr(self, key)}: given without training rows. Fix: add "
+                    "train_file or dataset_name",
                 )
 
 

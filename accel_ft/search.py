@@ -19,8 +19,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import yaml
@@ -33,6 +35,7 @@ from accel_ft.runtime.logging import read_events
 EXTRA = "the search needs optuna. Fix: pip install 'accel_ft[search]'"
 POLL_SECONDS = 0.2
 RANGE_KEYS = {"low", "high", "log", "step"}
+at_work: defaultdict[str, Lock] = defaultdict(Lock)  # trials with the same settings, in turn
 
 
 class TrialFailed(Exception):
@@ -132,7 +135,7 @@ def _run_trial(config: SearchConfig, job: TrainConfig, trial: Any, chosen: dict[
     command += ["-m", "accel_ft.train", "--config", str(config.job)]
     command += [f"--{key}={value}" for key, value in words.items()]
     pruned = False
-    with (folder / "log").open("a") as log:
+    with at_work[name], (folder / "log").open("a") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
             told: list[float] = []

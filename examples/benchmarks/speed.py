@@ -271,16 +271,18 @@ def trainer(name: str, about: dict[str, Any], seed: int, started: float) -> dict
     job = about["job"]
     config = TrainConfig(**job)
     model_name = job["model_name_or_path"]
-    names = load_splits(config, load.load_tokenizer(model_name), None).label_names
+    ours = load_splits(config, load.load_tokenizer(model_name), job["max_train_samples"])
+    names = ours.label_names
     tokenizer = AutoTokenizer.from_pretrained(model_name)
 
-    def rows(split: str, limit: int | None) -> Any:
+    def rows(split: str) -> Any:
         texts, labels = [], []
         for _, text, label in open_sources(config)[split].rows():
             texts.append(text)
             labels.append(names.index(label))
         table = datasets.Dataset.from_dict({"text": texts, "label": labels})
-        table = table.shuffle(seed=0).select(range(min(limit or len(table), len(table))))
+        if split == "train":  # the rows that ours draws: what few rows teach depends on them
+            table = table.select(ours.train.ids(np.arange(len(ours.train))))
         return table.map(
             lambda batch: tokenizer(
                 batch["text"],
@@ -292,7 +294,7 @@ def trainer(name: str, about: dict[str, Any], seed: int, started: float) -> dict
             remove_columns=["text"],
         )
 
-    train, test = rows("train", job["max_train_samples"]), rows("test", None)
+    train, test = rows("train"), rows("test")
     padding = DataCollatorWithPadding(tokenizer)
     padded = 0
 

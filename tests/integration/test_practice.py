@@ -762,7 +762,7 @@ def test_search(tiny_model: Path, rows_file: Path, odd_file: Path, tmp_path: Pat
     ]
     command += ["--output_dir", tmp_path / "search", "--config_file", "accelerate_configs/cpu.yaml"]
     run(*command, "--num_trials", "1")
-    done = run(*command, "--num_trials", "3", "--num_startup_trials", "1")
+    done = run(*command, "--num_trials", "3", "--num_startup_trials", "1", "--parallel_trials", "2")
     best = yaml.safe_load((tmp_path / "search/best.yaml").read_text())
     assert best["learning_rate"] in (1e-9, 5e-3)
     assert best["output_dir"] == str(tmp_path / "search/best")
