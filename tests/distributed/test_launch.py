@@ -1,6 +1,9 @@
 """No silent fallback: what a YAML asks for runs, or the run stops and says why. Every shipped YAML is tried."""
 
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,11 +22,42 @@ def test_first_line_is_its_command(path: Path) -> None:
     assert (ROOT / job).is_file()
 
 
-def refused(config: str | Path, words: list[str], *options: object) -> str:
-    done = launch(str(config), *options, "-m", "accel_ft.train", *words, check=False, seconds=120)
-    assert done.returncode != 0
-    assert "update" not in done.stdout
-    return done.stderr
+class Refused(NamedTuple):
+    """A start that must stop: accelerate_configs/ file, or what is changed in cpu_ddp.yaml; options; the message."""
+
+    config: str | dict[str, Any]
+    message: str
+    options: tuple[object, ...] = ()
+
+
+NO_GPU = "accelerate_configs/{} asks for an accelerator (use_cpu: false), but torch finds none"
+LLAMA = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+LLAMA["fsdp_transformer_layer_cls_to_wrap"] = "LlamaDecoderLayer"
+REFUSED = {
+    "MULTI_CPU starts one process": Refused(
+        {"distributed_type": "MULTI_CPU"},
+        "asks for 2 processes, 1 run as one group. Fix: distributed_type: MULTI_GPU",
+    ),
+    "--cpu starts one process": Refused(
+        "cpu.yaml", "asks for 2 processes, 1 run as one group", ("--cpu", "--num_processes", 2)
+    ),
+    "FSDP1 on the CPU": Refused(
+        {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}},
+        "asks for FSDP1 on the CPU",
+    ),
+    "another model's layer": Refused(
+        {"distributed_type": "FSDP", "fsdp_config": LLAMA},
+        "fsdp_transformer_layer_cls_to_wrap=LlamaDecoderLayer: the model has no such layer. Allowed: BertLayer",
+    ),
+    "fp16 would be off": Refused(
+        "cpu.yaml",
+        "asks for mixed_precision: fp16, which is silently switched off on the CPU",
+        ("--mixed_precision", "fp16"),
+    ),
+}
+if not torch.accelerator.is_available():
+    for name in ("gpu.yaml", "ddp.yaml", "fsdp1.yaml", "fsdp2.yaml", "fsdp2_offload.yaml"):
+        REFUSED[name] = Refused(name, NO_GPU.format(name))
 
 
 @pytest.fixture
@@ -31,69 +65,47 @@ def words(tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path) -> 
     return job_words(tiny_model, rows_file, odd_file, tmp_path / "run")
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="has an accelerator")
-@pytest.mark.parametrize(
-    "name", ["gpu.yaml", "ddp.yaml", "fsdp1.yaml", "fsdp2.yaml", "fsdp2_offload.yaml"]
-)
-def test_gpu_configs_stop_where_there_is_no_gpu(
-    words: list[str], tmp_path: Path, name: str
+@pytest.fixture(scope="module")
+def refusals(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, rows_file: Path, odd_file: Path
+) -> dict[str, tuple[Path, subprocess.CompletedProcess[str]]]:
+    """Each start's folder and what it said; two at a time, since most of it is imports."""
+
+    def start(case: Refused) -> tuple[Path, subprocess.CompletedProcess[str]]:
+        folder = tmp_path_factory.mktemp("refused")
+        config = str(case.config)
+        if isinstance(case.config, dict):
+            shipped = yaml.safe_load((ROOT / "accelerate_configs/cpu_ddp.yaml").read_text())
+            config = str(folder / "launch.yaml")
+            Path(config).write_text(yaml.safe_dump(shipped | case.config))
+        job = job_words(tiny_model, rows_file, odd_file, folder / "run")
+        command = [*case.options, "--main_process_port", 0, "-m", "accel_ft.train", *job]
+        return folder, launch(config, *command, check=False, seconds=240)
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(REFUSED, pool.map(start, REFUSED.values()), strict=True))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(
+    refusals: dict[str, tuple[Path, subprocess.CompletedProcess[str]]], case: str
 ) -> None:
-    message = refused(name, words)
-    assert (
-        f"accelerate_configs/{name} asks for an accelerator (use_cpu: false), but torch finds none"
-        in message
-    )
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def write_config(folder: Path, **changes: object) -> Path:
-    settings = yaml.safe_load((ROOT / "accelerate_configs/cpu_ddp.yaml").read_text()) | changes
-    path = folder / "launch.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    return path
-
-
-def test_multi_cpu_that_starts_one_process(words: list[str], tmp_path: Path) -> None:
-    config = write_config(tmp_path, distributed_type="MULTI_CPU")
-    assert "asks for 2 processes, 1 run as one group. Fix: distributed_type: MULTI_GPU" in refused(
-        config, words
-    )
-
-
-def test_cpu_flag_that_starts_one_process(words: list[str]) -> None:
-    message = refused("cpu.yaml", words, "--cpu", "--num_processes", 2)
-    assert "asks for 2 processes, 1 run as one group" in message
-
-
-def test_fsdp1_on_the_cpu(words: list[str], tmp_path: Path) -> None:
-    config = write_config(tmp_path, distributed_type="FSDP", fsdp_config={"fsdp_version": 1})
-    assert "asks for FSDP1 on the CPU" in refused(config, words)
-
-
-def test_fsdp2_that_names_another_models_layer(words: list[str], tmp_path: Path) -> None:
-    settings = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-    settings["fsdp_transformer_layer_cls_to_wrap"] = "LlamaDecoderLayer"
-    config = write_config(tmp_path, distributed_type="FSDP", fsdp_config=settings)
-    message = refused(config, words)
-    assert (
-        "fsdp_transformer_layer_cls_to_wrap=LlamaDecoderLayer: the model has no such layer. Allowed: BertLayer"
-        in message
-    )
+    folder, done = refusals[case]
+    assert done.returncode != 0
+    assert REFUSED[case].message in done.stderr
+    assert "update" not in done.stdout
+    assert not (folder / "run" / "metrics.jsonl").exists()
 
 
 def test_a_fault_on_two_ranks_is_one_message(words: list[str], tmp_path: Path) -> None:
     """Also where only rank 0 meets it, and the other's broken connection is but its echo."""
     rows = tmp_path / "rows.csv"
     rows.write_text("text,label\na goal,Sport\n")
-    message = refused("cpu_ddp.yaml", [*words, "--validation_file", str(rows)])
+    command = ["-m", "accel_ft.train", *words, "--validation_file", str(rows)]
+    message = launch("cpu_ddp.yaml", *command, check=False, seconds=120).stderr
     assert len([line for line in message.splitlines() if line.startswith("error: ")]) == 1
     assert "line 2: label 'Sport' does not occur" in message
     assert "[rank1]" not in message
-
-
-def test_fp16_that_would_be_off(words: list[str]) -> None:
-    message = refused("cpu.yaml", words, "--mixed_precision", "fp16")
-    assert "asks for mixed_precision: fp16, which is silently switched off on the CPU" in message
 
 
 def test_accumulation_from_the_environment(words: list[str]) -> None:
