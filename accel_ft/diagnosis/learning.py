@@ -14,7 +14,7 @@ from torch import nn
 
 from accel_ft.diagnosis.finding import Finding, failed, listed, passed, skipped, warned
 
-ENOUGH_UPDATES = 50
+ENOUGH_UPDATES = 20
 
 
 def initial_loss(loss: float, num_labels: int, is_fresh: bool = True) -> Finding:
