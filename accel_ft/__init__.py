@@ -28,7 +28,7 @@ def fit(**settings: Any) -> Path:
     from accel_ft.train import fit as run
     from accel_ft.train import settings_to_reproduce
 
-    config = checked(TrainConfig, settings_to_reproduce(settings) | settings)
+    config = checked(TrainConfig, settings, settings_to_reproduce(settings))
     run(config)
     return config.output_dir / "model"
 
@@ -51,6 +51,5 @@ def load_classifier(checkpoint: str | Path, **settings: Any) -> Predictor:
     from accel_ft.runtime.launch import make_accelerator
 
     settings = settings | {"checkpoint": str(checkpoint), "text": ""}
-    known = run_settings(settings)
-    known = {key: known[key] for key in known.keys() & PredictConfig.model_fields.keys()}
-    return Predictor(checked(PredictConfig, known | settings), make_accelerator())
+    config = checked(PredictConfig, settings, run_settings(settings))
+    return Predictor(config, make_accelerator())

@@ -13,10 +13,19 @@ import typing
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    FilePath,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
 from pydantic.fields import FieldInfo
 
 from accel_ft.errors import ConfigError, nearest
@@ -42,12 +51,16 @@ GROUPS = {  # of --help, by the key that each begins with
     "freeze": "what is trained",
     "seed": "logging, evaluation and checkpoints",
     "resume_from_checkpoint": "resume and faults",
-    "report_to": "reports, trackers and the Hub",
+    "report_to": "reports and trackers",
     "profile": "speed",
+    "push_to_hub": "the Hub",
     "checkpoint": "what and where",
     "json": "findings",
 }
 C = TypeVar("C", bound="Config")
+BY_COMMAS = BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value)
+Names = Annotated[tuple[str, ...], BY_COMMAS]
+Weights = Annotated[tuple[PositiveFloat, ...], BY_COMMAS]
 Fault = tuple[tuple[str, ...], str]  # the keys it touches, the message
 
 
@@ -81,18 +94,6 @@ class Config(BaseModel):
     def to_yaml(self) -> str:
         """Return every key as YAML; feeding it back gives the same configuration."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-class Columns(NamedTuple):
-    """Names of the columns that are read (text, label, the second text of a pair), and what the
-    label's cells mean.
-    """
-
-    text: str = "text"
-    label: str = "label"
-    pair: str | None = None
-    problem_type: str = "single_label_classification"
-    separator: str = ","
 
 
 class DataConfig(Config):
@@ -129,17 +130,6 @@ class DataConfig(Config):
     more as make the same number of tokens. Left out: 16 on a CPU, whose caches are small; else
     64."""
 
-    @property
-    def columns(self) -> "Columns":
-        """The columns that are read."""
-        return Columns(
-            self.text_column,
-            self.label_column,
-            self.text_pair_column,
-            self.problem_type,
-            self.label_separator,
-        )
-
     def rules(self) -> Iterator[Fault]:
         """Check that named files exist and have a known format."""
         yield from super().rules()
@@ -150,7 +140,22 @@ class DataConfig(Config):
         yield from self._either("dataset_name", "train_file")
 
 
-class TrainConfig(DataConfig):
+class HubConfig(Config):
+    """Whether and where a model is uploaded."""
+
+    push_to_hub: bool = False
+    """Upload the model to the Hub in the end."""
+    hub_model_id: str | None = None
+    """Repository on the Hub to upload to; left out: the name of the folder, in your own account."""
+    hub_private_repo: bool = False
+    """Make the repository a private one, where there is none yet."""
+
+    def repo_id(self, folder: Path) -> str:
+        """Return the repository that `folder`'s model goes to."""
+        return self.hub_model_id or folder.absolute().name
+
+
+class TrainConfig(HubConfig, DataConfig):
     """Keys of `accel_ft.train`. With no key set it is the AG News job."""
 
     model_name_or_path: str = "distilbert/distilbert-base-uncased"
@@ -199,7 +204,7 @@ class TrainConfig(DataConfig):
     """Updates of linear warm-up; below 1 a share of all updates."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Clip the global gradient norm to this; 0 for no clipping."""
-    class_weights: Literal["balanced"] | tuple[PositiveFloat, ...] | None = None
+    class_weights: Literal["balanced"] | Weights | None = None
     """Weight of each label in the loss, by id (YAML list, or 1,2,0.5 on the command line), or
     balanced: by one over its share of the training rows."""
     label_smoothing_factor: float = Field(0.0, ge=0, lt=1)
@@ -215,7 +220,7 @@ class TrainConfig(DataConfig):
     """Adapters are scaled by lora_alpha / lora_r."""
     lora_dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout in front of the adapters."""
-    lora_target_modules: tuple[str, ...] = ()
+    lora_target_modules: Names = ()
     """Names of the linear layers that get adapters, such as query,value; left out: all."""
     layerwise_lr_decay: float | None = Field(None, gt=0, le=1)
     """Multiply the learning rate by this for each layer further down from the head."""
@@ -246,7 +251,7 @@ class TrainConfig(DataConfig):
     """`latest`, or a checkpoint's folder. `latest` with no checkpoint yet starts from the
     beginning.
     """
-    allow_changed: tuple[str, ...] = ()
+    allow_changed: Names = ()
     """What may differ between a checkpoint and this job, by name, such as learning_rate,train_data;
     any other difference ends a resume."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
@@ -257,15 +262,9 @@ class TrainConfig(DataConfig):
     or save is not limited."""
     preflight: Literal["auto", "off"] = "auto"
     """Check versions, device, limits, optimizer and replicas before the first update."""
-    report_to: tuple[str, ...] = ("html",)
+    report_to: Names = ("html",)
     """html: report.html at the end; beside it experiment trackers that accelerate knows, such as
     tensorboard,wandb,trackio, with their local files in <output_dir>/trackers; or none."""
-    push_to_hub: bool = False
-    """Upload model/ to the Hub at the end."""
-    hub_model_id: str | None = None
-    """Repository on the Hub to upload to; left out: the name of output_dir, in your own account."""
-    hub_private_repo: bool = False
-    """Make the repository a private one, where there is none yet."""
     reproduce: Path | None = None
     """Folder of a run: train it again, with its settings, and compare update by update."""
     profile: bool = False
@@ -310,6 +309,8 @@ class TrainConfig(DataConfig):
                     f"{key}={getattr(self, key)}: is for single_label_classification only, not "
                     f"problem_type={self.problem_type}",
                 )
+        if self.output_dir.is_file():
+            yield ("output_dir",), f"output_dir={self.output_dir}: is a file. Fix: another name"
         yield from self._either("freeze", "lora_r")
         yield from self._either("oversampling", "class_weights")
         has_rows = self.train_file is not None or self.dataset_name is not None
@@ -345,7 +346,7 @@ class EvaluateConfig(DataConfig):
     """Write the metrics to this JSON file too."""
 
 
-class ExportConfig(Config):
+class ExportConfig(HubConfig):
     """Keys of `accel_ft.export`."""
 
     checkpoint: str
@@ -354,24 +355,18 @@ class ExportConfig(Config):
     """Folder to write, new or empty."""
     format: Literal["transformers", "onnx"] = "transformers"
     """onnx: write model.onnx too, checked against the model."""
-    push_to_hub: bool = False
-    """Upload it to the Hub too."""
-    hub_model_id: str | None = None
-    """Repository on the Hub to upload to; left out: the name of the output, in your own account."""
-    hub_private_repo: bool = False
-    """Make the repository a private one, where there is none yet."""
 
 
 class SearchConfig(Config):
     """Keys of `accel_ft.search`."""
 
-    job: Path
+    job: FilePath
     """YAML of the job, as `accel_ft.train --config` takes it."""
-    space: Path
+    space: FilePath
     """YAML of the keys to vary: {low: A, high: B, log: true}, or a list to choose from."""
     output_dir: Path = Path("runs/search")
     """Folder of the study and its trials; best.yaml is the job that is found."""
-    config_file: Path | None = None
+    config_file: FilePath | None = None
     """accelerate's YAML, which decides the strategy of each trial."""
     num_trials: int = Field(20, ge=1)
     """Trials in all, those of earlier starts of the same study included."""
@@ -379,14 +374,6 @@ class SearchConfig(Config):
     """Trials that are never stopped early."""
     parallel_trials: int = Field(1, ge=1)
     """Trials at the same time."""
-
-    def rules(self) -> Iterator[Fault]:
-        """Check that the files exist."""
-        yield from super().rules()
-        for key in ("job", "space", "config_file"):
-            path: Path | None = getattr(self, key)
-            if path is not None and not path.is_file():
-                yield (key,), f"{key}={path}: there is no such file"
 
 
 class PredictConfig(Config):
@@ -481,9 +468,6 @@ def parse(
             values[key], origin[key] = value, f" ({config_file}, line {line})"
     for key, value in given.items():
         values[key], origin[key] = _from_text(key, config_class.model_fields[key], value), ""
-    values = {
-        key: value for key, value in base(values).items() if key in config_class.model_fields
-    } | values
     for word in unknown:
         if word.startswith("--"):
             key = word.removeprefix("--").split("=")[0]
@@ -493,7 +477,7 @@ def parse(
             faults.append(f"--{key}: unknown key.{meant}")
         elif not any(fault.startswith("--") for fault in faults):
             faults.append(f"{word}: belongs to no key. Allowed: --key value")
-    config = checked(config_class, values, origin, faults)
+    config = checked(config_class, values, base(values), origin, faults)
     if print_config:
         if os.environ.get("RANK", "0") == "0":
             sys.stdout.write(config.to_yaml())
@@ -504,6 +488,7 @@ def parse(
 def checked(
     config_class: type[C],
     values: dict[str, Any],
+    base: dict[str, Any] | None = None,
     origin: dict[str, str] | None = None,
     faults: Sequence[str] = (),
 ) -> C:
@@ -511,14 +496,44 @@ def checked(
 
     Args:
         values: by key.
-        origin: where each stands, for messages.
+        base: values for the rest; its unknown keys are passed over.
+        origin: where each value stands, for messages.
         faults: found before.
 
     Raises:
         ConfigError: listing all faults.
     """
-    config, more = _validate(config_class, values, origin or {})
-    listed = [*faults, *more]
+    fields, origin, listed, faulty = config_class.model_fields, origin or {}, list(faults), set()
+    values = {key: value for key, value in (base or {}).items() if key in fields} | values
+    for key, value in values.items():
+        if key in fields and isinstance(value, bool) and bool not in _kinds(fields[key].annotation):
+            faulty.add(key)
+            where = origin.get(key, "")
+            found = str(value).lower() if where else "no value"
+            listed.append(f"{key}{where}: {found} given. Allowed: {type_name(fields[key])}")
+    sound = {key: value for key, value in values.items() if key not in faulty}
+    config = None
+    try:
+        config = config_class.model_validate(sound)
+    except ValidationError as error:
+        for item in error.errors():
+            key = str(item["loc"][0])
+            if key in faulty:
+                continue
+            faulty.add(key)
+            where = origin.get(key, "")
+            if item["type"] == "extra_forbidden":
+                listed.append(f"{key}{where}: unknown key.{nearest(key, fields)}")
+            elif item["type"] == "missing":
+                listed.append(f"{key}: is needed. Fix: --{key} {type_name(fields[key])}")
+            else:
+                allowed = type_name(fields[key])
+                listed.append(f"{key}={item['input']}{where}: {item['msg']}. Allowed: {allowed}")
+        sound = {key: value for key, value in values.items() if key not in faulty}
+        if all(key in sound for key, field in fields.items() if field.is_required()):
+            config = config_class.model_validate(sound)  # for what is wrong between the others
+    if config is not None:
+        listed += [message for keys, message in config.rules() if not faulty & set(keys)]
     if listed or config is None:
         many = f"{len(listed)} faults in the configuration:\n  " if len(listed) > 1 else ""
         raise ConfigError(many + "\n  ".join(listed))
@@ -574,47 +589,45 @@ def _parser(config_class: type[Config], prog: str) -> argparse.ArgumentParser:
             f"--{key}",
             nargs="?",
             const=True,
-            metavar=_type_name(field),
+            metavar=type_name(field),
             help=f"{about} ({default})",
         )
     return parser
 
 
-def _type_name(field: FieldInfo) -> str:
-    """A key's type as --help and error messages show it."""
-    kinds = [kind for kind in _union(field.annotation) if kind is not type(None)]
-    if typing.get_origin(kinds[0]) is Literal:
-        lists = ["W,W,..."] if len(kinds) > 1 else []
-        return "|".join([*map(str, typing.get_args(kinds[0])), *lists])
-    if typing.get_origin(kinds[0]) is tuple:
-        return "NAME,NAME,..."
-    if len(kinds) > 1 and typing.get_origin(kinds[1]) is Literal:
-        return "|".join(["INT", *typing.get_args(kinds[1])])
-    name = str(kinds[0].__name__)
-    return {"Path": "FILE", "str": "TEXT"}.get(name, name.upper())
+def type_name(field: FieldInfo) -> str:
+    """Return a key's type as --help and messages show it."""
+    return _name_of(field.annotation)
 
 
-def _union(annotation: Any) -> tuple[Any, ...]:
+def _name_of(kind: Any) -> str:
+    origin = typing.get_origin(kind)
+    parts = [each for each in typing.get_args(kind) if each not in (type(None), ...)]
+    if origin is Literal:
+        return "|".join(map(str, parts))
+    if origin is typing.Annotated:
+        return _name_of(parts[0])
+    if origin is tuple:
+        return f"{_name_of(parts[0])},..."
+    if parts:
+        return "|".join(map(_name_of, parts))
+    return {"Path": "FILE", "str": "TEXT"}.get(kind.__name__, str(kind.__name__).upper())
+
+
+def _kinds(annotation: Any) -> tuple[Any, ...]:
+    """What a key's value can be: the parts of a union, or the one type."""
     union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
     return typing.get_args(annotation) if union else (annotation,)
 
 
 def _from_text(key: str, field: FieldInfo, value: Any) -> Any:
     """A command-line word; `none` and `null` mean None where the key allows it, commas a list."""
-    kinds = _union(field.annotation)
+    kinds = _kinds(field.annotation)
     if not isinstance(value, str) or key in ("text", "text_pair"):  # a text is what it is
         return value
     if type(None) in kinds and value.lower() in ("none", "null"):
         return None
     return value
-
-
-def _as_list(field: FieldInfo, value: Any) -> Any:
-    """Commas make a list where the key takes one, unless the text is a choice of its own."""
-    kinds = _union(field.annotation)
-    lists = any(typing.get_origin(kind) is tuple for kind in kinds)
-    choices = {word for kind in kinds for word in typing.get_args(kind) if isinstance(word, str)}
-    return value.split(",") if lists and isinstance(value, str) and value not in choices else value
 
 
 def _read_yaml(path: Path) -> Iterator[tuple[str, Any, int]]:
@@ -643,46 +656,3 @@ def _read_yaml(path: Path) -> Iterator[tuple[str, Any, int]]:
             )
         seen[key] = line
         yield key, values.get(key), line
-
-
-def _validate(
-    config_class: type[C], values: dict[str, Any], origin: dict[str, str]
-) -> tuple[C | None, list[str]]:
-    """Check types, then the rules between keys whose types are right."""
-    faults, faulty = [], set()
-    fields = config_class.model_fields
-    values = {key: _as_list(fields[key], v) if key in fields else v for key, v in values.items()}
-    for key, value in values.items():
-        if key in fields and isinstance(value, bool) and bool not in _union(fields[key].annotation):
-            faulty.add(key)
-            found = "no value" if origin.get(key, "") == "" else str(value).lower()
-            faults.append(
-                f"{key}{origin.get(key, '')}: {found} given. Allowed: {_type_name(fields[key])}"
-            )
-    try:
-        config_class.model_validate(
-            {key: value for key, value in values.items() if key not in faulty}
-        )
-    except ValidationError as error:
-        for item in error.errors():
-            key = str(item["loc"][0])
-            if key in faulty:
-                continue
-            faulty.add(key)
-            where = origin.get(key, "")
-            if item["type"] == "extra_forbidden":
-                faults.append(f"{key}{where}: unknown key.{nearest(key, fields)}")
-            elif item["type"] == "missing":
-                faults.append(f"{key}: is needed. Fix: --{key} {_type_name(fields[key])}")
-            else:
-                faults.append(
-                    f"{key}={item['input']}{where}: {item['msg']}. Allowed: "
-                    f"{_type_name(fields[key])}"
-                )
-    sound = {key: value for key, value in values.items() if key not in faulty}
-    placeholders = {
-        key: "" for key, field in fields.items() if field.is_required() and key not in sound
-    }
-    config = config_class.model_validate(sound | placeholders)
-    faults += [message for keys, message in config.rules() if not faulty & set(keys)]
-    return (None if faults else config), faults

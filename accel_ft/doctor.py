@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from accel_ft.config import DoctorConfig, TrainConfig, parse
+from accel_ft.config import DoctorConfig, parse
 from accel_ft.errors import UserError, run_command
 
 
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Examine the set-up; exit with 1 where a check fails."""
     config = parse(DoctorConfig, argv, "doctor")
 
-    from accel_ft.diagnosis.finding import Finding, Verdict, failed, table
+    from accel_ft.diagnosis.finding import Finding, Verdict, failed, line
     from accel_ft.diagnosis.job import examine
     from accel_ft.runtime.logging import setup_logging
 
@@ -31,13 +31,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     def note(finding: Finding) -> None:
         findings.append(finding)
         if is_main:
-            print(table([finding], width=32), flush=True)
+            print(line(finding), flush=True)
             if config.json is not None:
-                about = [finding.as_dict() for finding in findings]
+                about = [vars(finding) for finding in findings]
                 config.json.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
     try:
-        for finding in examine(TrainConfig(**config.model_dump(exclude={"json"}))):
+        for finding in examine(config):
             note(finding)
     except UserError as error:
         note(failed("set-up", str(error), "as it says"))

@@ -63,6 +63,11 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return f" Did you mean `{close[0]}`?" if close else ""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, or its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [repr(error)])[0]
+
+
 def run_command(main: Callable[[], None]) -> None:
     """Run a command's `main`; turn a `UserError` into one message on stderr and exit code 2.
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from accel_ft.config import EvaluateConfig, parse, run_settings
 from accel_ft.errors import ConfigError, run_command
@@ -16,27 +15,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure a checkpoint on its run's rows, or on those given, on one process or several."""
     config = parse(EvaluateConfig, argv, "evaluate", run_settings)
 
-    from accel_ft.runtime.launch import make_accelerator
-    from accel_ft.runtime.logging import setup_logging
-
-    accelerator = make_accelerator()
-    setup_logging(accelerator.process_index)
-    scores = evaluate_checkpoint(config, accelerator)
-    if accelerator.is_main_process:
-        text = json.dumps(scores, indent=1)
-        print(text)
-        if config.output is not None:
-            config.output.write_text(text + "\n", encoding="utf-8")
-
-
-def evaluate_checkpoint(config: EvaluateConfig, accelerator: Any) -> dict[str, Any]:
-    """Return the metrics of a checkpoint, the same on every rank."""
     from accel_ft.checkpoint.open import open_classifier
     from accel_ft.data.loader import Padding
     from accel_ft.data.splits import load_eval_split
     from accel_ft.engine.evaluation import evaluate, make_eval_loader
     from accel_ft.model.load import check_max_seq_length
+    from accel_ft.runtime.launch import make_accelerator
+    from accel_ft.runtime.logging import setup_logging
 
+    accelerator = make_accelerator()
+    setup_logging(accelerator.process_index)
     # Not prepared: each rank holds the whole model, and nothing but the ledger is exchanged.
     opened = open_classifier(config.checkpoint, accelerator.device)
     check_max_seq_length(config.max_seq_length, opened.limit)
@@ -53,8 +41,12 @@ def evaluate_checkpoint(config: EvaluateConfig, accelerator: Any) -> dict[str, A
     scores, _ = evaluate(
         accelerator, opened.model, loader, split, opened.label_names, thresholds=opened.thresholds
     )
-    about = {"checkpoint": opened.folder, "split": name, "rows": split.store.name}
-    return about | {"num_samples": len(split)} | scores
+    if accelerator.is_main_process:
+        about = {"checkpoint": opened.folder, "split": name, "rows": split.store.name}
+        text = json.dumps(about | {"num_samples": len(split)} | scores, indent=1)
+        print(text)
+        if config.output is not None:
+            config.output.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

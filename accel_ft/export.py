@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if config.push_to_hub:
         from accel_ft.runtime.card import push, require_repo
 
-        repo_id = config.hub_model_id or config.output.absolute().name
+        repo_id = config.repo_id(config.output)
         require_repo(repo_id, config.hub_private_repo)
         print(f"pushed: {push(config.output, repo_id)}")
 
@@ -60,7 +60,8 @@ def export(checkpoint: str, output: Path, with_onnx: bool = False) -> float | No
     names = classifier_labels(folder, model_config)
     tokenizer = load_tokenizer(folder, "checkpoint")
     with transaction.writing(output) as staging:
-        if read_adapters(Path(folder)) is not None:
+        parts = convert.is_sharded(Path(folder)) or (Path(folder) / convert.WEIGHTS).is_file()
+        if read_adapters(Path(folder)) is not None or not parts:
             load_whole(folder, model_config).save_pretrained(staging)
         else:  # no model is built: memory is the size of the weights
             weights = state.read_weights(Path(folder))

@@ -1,5 +1,5 @@
-"""What an evaluation says, from one table of logits and labels: `evaluate.Metric` subclasses and
-what they compute.
+"""What an evaluation says, from one table of logits and labels: an `evaluate.Metric`, and what it
+computes.
 
 Legend: n samples, C classes. `evaluate.load("accuracy")` needs the network; these need none.
 """
@@ -18,16 +18,6 @@ def confusion_matrix(
     """Count samples by (label, prediction), int64 [C, C]."""
     cells = np.bincount(labels * num_labels + predictions, minlength=num_labels**2)
     return cells.reshape(num_labels, num_labels).astype(np.int64)
-
-
-def per_class_scores(matrix: NDArray[np.int64]) -> dict[str, list[float]]:
-    """Precision, recall and F1 of each class, 0 where nothing was predicted or present, and the
-    number of samples.
-
-    Args:
-        matrix: confusion matrix [C, C], rows are labels.
-    """
-    return class_scores(np.diag(matrix), matrix.sum(axis=1), matrix.sum(axis=0))
 
 
 def class_scores(
@@ -57,8 +47,10 @@ def cross_entropy(logits: NDArray[np.float64], labels: NDArray[np.int64]) -> flo
     return float(np.mean(log_sum - shifted[np.arange(len(labels)), labels]))
 
 
-class _ClassificationMetric(evaluate.Metric):  # type: ignore[misc]
-    """Predictions and references are label ids 0..C-1; `num_labels` is C."""
+class Classification(evaluate.Metric):  # type: ignore[misc]
+    """Accuracy, macro F1 and the scores of each class; predictions and references are label ids
+    0..C-1, `num_labels` is C.
+    """
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
@@ -70,37 +62,15 @@ class _ClassificationMetric(evaluate.Metric):  # type: ignore[misc]
             ),
         )
 
-    @staticmethod
-    def _matrix(predictions: Any, references: Any, num_labels: int) -> NDArray[np.int64]:
-        return confusion_matrix(
-            np.asarray(references, np.int64), np.asarray(predictions, np.int64), num_labels
-        )
-
-
-class Accuracy(_ClassificationMetric):
-    """Share of samples whose prediction is their label."""
-
     def _compute(self, predictions: Any, references: Any, num_labels: int) -> dict[str, Any]:
-        matrix = self._matrix(predictions, references, num_labels)
-        return {"accuracy": float(np.trace(matrix) / matrix.sum())}
-
-
-class MacroF1(_ClassificationMetric):
-    """Mean over the classes of F1."""
-
-    def _compute(self, predictions: Any, references: Any, num_labels: int) -> dict[str, Any]:
+        labels, found = np.asarray(references, np.int64), np.asarray(predictions, np.int64)
+        matrix = confusion_matrix(labels, found, num_labels)
+        columns = class_scores(np.diag(matrix), matrix.sum(axis=1), matrix.sum(axis=0))
         return {
-            "f1_macro": float(
-                np.mean(per_class_scores(self._matrix(predictions, references, num_labels))["f1"])
-            )
+            "accuracy": float(np.trace(matrix) / matrix.sum()),
+            "f1_macro": float(np.mean(columns["f1"])),
+            "per_class": columns,
         }
-
-
-class PerClass(_ClassificationMetric):
-    """Precision, recall, F1 and support of each class."""
-
-    def _compute(self, predictions: Any, references: Any, num_labels: int) -> dict[str, Any]:
-        return {"per_class": per_class_scores(self._matrix(predictions, references, num_labels))}
 
 
 def score(
@@ -117,12 +87,25 @@ def score(
             float32 [n].
         label_names: by id, C of them.
         thresholds: probability from which each of several labels counts, [C]; None for a half.
+
+    Returns:
+        By name, with loss; per_class: label name -> precision, recall, f1, support.
     """
     if labels.dtype.kind == "i":
-        return classification_metrics(logits, labels, label_names)
-    if labels.ndim == 2:
-        return multi_label_metrics(logits, labels, label_names, thresholds)
-    return regression_metrics(logits[:, 0], labels)
+        scores: dict[str, Any] = {"loss": cross_entropy(logits.astype(np.float64), labels)}
+        ids = {"predictions": logits.argmax(axis=1), "references": labels}
+        metric = Classification(keep_in_memory=True)
+        scores |= metric.compute(**ids, num_labels=len(label_names))
+    elif labels.ndim == 2:
+        scores = multi_label_metrics(logits, labels, thresholds)
+    else:
+        return regression_metrics(logits[:, 0], labels)
+    columns = scores["per_class"]
+    scores["per_class"] = {
+        name: {column: values[row] for column, values in columns.items()}
+        for row, name in enumerate(label_names)
+    }
+    return scores
 
 
 def sigmoid(logits: NDArray[Any]) -> NDArray[np.float64]:
@@ -131,16 +114,13 @@ def sigmoid(logits: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def multi_label_metrics(
-    logits: NDArray[Any],
-    labels: NDArray[np.float32],
-    label_names: list[str],
-    thresholds: NDArray[np.float64] | None = None,
+    logits: NDArray[Any], labels: NDArray[np.float32], thresholds: NDArray[np.float64] | None = None
 ) -> dict[str, Any]:
     """Metrics of several labels a row.
 
     Returns:
         loss: mean over rows and labels of the binary cross-entropy; accuracy: share of rows whose
-        whole set is right; f1_macro, f1_micro; per_class.
+        whole set is right; f1_macro, f1_micro; per_class: as `class_scores`.
     """
     values = logits.astype(np.float64)
     losses = np.maximum(values, 0) - values * labels + np.log1p(np.exp(-np.abs(values)))
@@ -154,10 +134,7 @@ def multi_label_metrics(
         "accuracy": float((predicted == actual).all(axis=1).mean()),
         "f1_macro": float(np.mean(columns["f1"])),
         "f1_micro": float(2 * hits.sum() / max(present.sum() + chosen.sum(), 1)),
-        "per_class": {
-            name: {column: values[row] for column, values in columns.items()}
-            for row, name in enumerate(label_names)
-        },
+        "per_class": columns,
     }
 
 
@@ -226,32 +203,3 @@ def mistakes(
         return wrong, [(names[a].tolist(), names[b].tolist()) for a, b in pairs]
     found = logits[:, 0].astype(np.float64)
     return np.abs(found - labels), list(zip(labels.tolist(), found.tolist(), strict=True))
-
-
-def classification_metrics(
-    logits: NDArray[Any], labels: NDArray[np.int64], label_names: list[str]
-) -> dict[str, Any]:
-    """Compute the metrics of one label a row.
-
-    Args:
-        logits: [n, C].
-        labels: label ids, int64 [n].
-        label_names: by id, C of them.
-
-    Returns:
-        loss, accuracy, f1_macro: numbers; per_class: label name -> precision, recall, f1, support.
-    """
-    ids = {
-        "predictions": logits.argmax(axis=1),
-        "references": labels,
-        "num_labels": len(label_names),
-    }
-    scores: dict[str, Any] = {"loss": cross_entropy(logits.astype(np.float64), labels)}
-    for metric in (Accuracy, MacroF1, PerClass):
-        scores |= metric(keep_in_memory=True).compute(**ids)
-    table = scores.pop("per_class")
-    scores["per_class"] = {
-        name: {column: values[row] for column, values in table.items()}
-        for row, name in enumerate(label_names)
-    }
-    return scores

@@ -13,7 +13,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from accel_ft.config import PredictConfig, parse, run_settings
+from accel_ft.config import DATA_FILE_SUFFIXES, PredictConfig, parse, run_settings
 from accel_ft.errors import ConfigError, DataError, run_command
 
 DEFAULT_MAX_SEQ_LENGTH = 512
@@ -42,19 +42,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for line in lines:
                     output.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
                 output.flush()
-
-
-def _chunks(rows: Iterator[Any], accelerator: Any) -> Iterator[list[Any]]:
-    """Yield some rows at a time, on every rank those that rank 0 reads. Collective."""
-    from accelerate.utils import broadcast_object_list
-
-    while True:
-        chunk = [list(islice(rows, CHUNK_ROWS * accelerator.num_processes))]
-        if accelerator.num_processes > 1:
-            broadcast_object_list(chunk)
-        if not chunk[0]:
-            return
-        yield chunk[0]
 
 
 class Predictor:
@@ -91,7 +78,10 @@ class Predictor:
 
     def label(self, rows: Iterator[Any]) -> Iterator[list[dict[str, Any]]]:
         """Yield what is written of the rows that rank 0 reads, some at a time. Collective."""
-        for chunk in _chunks(rows, self.accelerator):
+        from accelerate.utils import broadcast_object_list
+
+        size = CHUNK_ROWS * self.accelerator.num_processes
+        while chunk := broadcast_object_list([list(islice(rows, size))])[0]:
             scores = self.scores([text for _, _, text in chunk])
             yield [
                 {key: value} | self.describe(row)
@@ -103,39 +93,30 @@ class Predictor:
         [len(texts), C], in the order given; each rank scores its share. Collective.
         """
         import numpy as np
-        from accelerate.utils import gather_object
-
-        rank, num_ranks = self.accelerator.process_index, self.accelerator.num_processes
-        sizes = [len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts]
-        by_length = np.argsort(sizes, kind="stable")
-        mine = by_length[rank::num_ranks]
-        shares = [(mine, self._scores([texts[row] for row in mine]))]
-        scores = np.empty((len(texts), len(self.classifier.label_names)), np.float32)
-        for rows, values in gather_object(shares):
-            scores[rows] = values
-        return scores
-
-    def _scores(self, texts: list[Text]) -> Any:
-        """Return the probability of each label, batched by length."""
-        import numpy as np
         import torch
+        from accelerate.utils import gather_object
 
         from accel_ft.data.tokenize import token_ids
         from accel_ft.engine.step import forward
 
-        tokenizer = self.classifier.tokenizer
-        rows = token_ids(tokenizer, texts, self.max_seq_length) if texts else []
-        scores = np.empty((len(texts), len(self.classifier.label_names)), np.float32)
+        device, tokenizer = self.accelerator.device, self.classifier.tokenizer
+        rank, num_ranks = self.accelerator.process_index, self.accelerator.num_processes
+        sizes = [len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts]
+        by_length = np.argsort(sizes, kind="stable")
+        mine = [texts[row] for row in by_length[rank::num_ranks]]
+        rows = token_ids(tokenizer, mine, self.max_seq_length) if mine else []
+        found = np.empty((len(mine), len(self.classifier.label_names)), np.float32)
         lengths = np.array([row.shape[-1] for row in rows], np.int64)
         with torch.inference_mode():
             for batch in self.pad.eval_batches(lengths, self.config.per_device_eval_batch_size):
                 inputs = self.pad([rows[row] for row in batch])
                 with self.accelerator.autocast():
-                    logits = forward(
-                        self.classifier.model,
-                        {k: v.to(self.accelerator.device) for k, v in inputs.items()},
-                    )
-                scores[batch] = self.transform(logits).cpu().numpy()
+                    moved = {key: value.to(device) for key, value in inputs.items()}
+                    logits = forward(self.classifier.model, moved)
+                found[batch] = self.transform(logits).cpu().numpy()
+        scores = np.empty((len(texts), found.shape[1]), np.float32)
+        for share, values in enumerate(gather_object([found])):
+            scores[by_length[share::num_ranks]] = values
         return scores
 
     def describe(self, scores: Any) -> dict[str, Any]:
@@ -175,15 +156,13 @@ def _read_rows(config: PredictConfig) -> Iterator[tuple[str, Any, Text]]:
 
     path = str(config.input)
     kind = config.input_format if config.input_format != "auto" else _guess_format(path)
-    column = "text" if kind == "lines" else config.text_column
-    pair = config.text_pair_column
+    if kind == "lines":
+        config = config.resolved(text_column="text")
     for place, record in read_records(path, kind):
         if isinstance(record, str):
             raise DataError(f"{path}: {place}: {record}")
-        check_columns(
-            f"{path}, {place}", record, {"text": column, "pair": pair, "id": config.id_column}
-        )
-        text, fault = read_text(record, column, pair)
+        check_columns(f"{path}, {place}", record, config)
+        text, fault = read_text(record, config.text_column, config.text_pair_column)
         if fault is not None:
             raise DataError(f"{path}: {place}: {fault}")
         id_column = config.id_column or ("id" if "id" in record else None)
@@ -199,16 +178,11 @@ def _guess_format(path: str) -> str:
     if path == "-":
         standard_input: Any = sys.stdin.buffer
         return "jsonl" if standard_input.peek(1)[:1] == b"{" else "lines"
-    return suffix if suffix in ("csv", "tsv", "json", "jsonl", "parquet") else "lines"
+    return suffix if f".{suffix}" in DATA_FILE_SUFFIXES else "lines"
 
 
 def _open_output(path: str) -> Any:
-    if path == "-":
-        return nullcontext(sys.stdout)
-    try:
-        return open(path, "w", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"output={path}: cannot be written: {error.strerror}") from error
+    return nullcontext(sys.stdout) if path == "-" else open(path, "w", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -28,13 +28,12 @@ from typing import Any
 import yaml
 
 from accel_ft.config import SearchConfig, TrainConfig, checked, parse, read_settings
-from accel_ft.errors import ConfigError, nearest, run_command
+from accel_ft.errors import ConfigError, first_line, nearest, run_command
 from accel_ft.runtime.files import write_whole
 from accel_ft.runtime.logging import read_events
 
 EXTRA = "the search needs optuna. Fix: pip install 'accel_ft[search]'"
 POLL_SECONDS = 0.2
-RANGE_KEYS = {"low", "high", "log", "step"}
 at_work: defaultdict[str, Lock] = defaultdict(Lock)  # trials with the same settings, in turn
 
 
@@ -92,19 +91,21 @@ def _check_space(config: SearchConfig, space: dict[str, Any]) -> None:
     Raises:
         ConfigError: listing all faults.
     """
-    faults = []
+    import optuna
+
+    trial = optuna.create_study().ask()  # in memory; it refuses what a trial would
+    faults, known = [], TrainConfig.model_fields.keys() - {"output_dir"}
     for key, values in space.items():
-        if key not in TrainConfig.model_fields or key == "output_dir":
-            faults.append(f"{key}: unknown key.{nearest(key, TrainConfig.model_fields)}")
-        elif isinstance(values, dict):
-            ends = [end for end in map(values.get, ("low", "high")) if isinstance(end, int | float)]
-            if not (values.keys() <= RANGE_KEYS and len(ends) == 2 and ends[0] < ends[1]):
-                faults.append(
-                    f"{key}={values}: no range. Allowed: {{low: A, high: B, log: true}}, A < B; "
-                    "YAML wants 1.0e-5, not 1e-5"
-                )
-        elif not isinstance(values, list) or not values:
-            faults.append(f"{key}={values}: no range. Allowed: {{low: A, high: B}}, or a list")
+        if key not in known:
+            faults.append(f"{key}: cannot be varied.{nearest(key, known)}")
+            continue
+        try:
+            _suggest(trial, key, values)
+        except (KeyError, TypeError, ValueError) as error:
+            faults.append(
+                f"{key}={values}: no range ({first_line(error)}). Allowed: {{low: A, high: B, "
+                "log: true}, or a list; YAML wants 1.0e-5, not 1e-5"
+            )
     if not space or faults:
         raise ConfigError(f"space={config.space}: " + ("\n  ".join(faults) or "is empty"))
 
@@ -129,6 +130,7 @@ def _run_trial(config: SearchConfig, job: TrainConfig, trial: Any, chosen: dict[
     folder = config.output_dir / f"trial_{name}"  # the same settings go on where they were
     folder.mkdir(exist_ok=True)
     words = {**chosen, "output_dir": folder, "resume_from_checkpoint": "latest"}
+    words["push_to_hub"] = False  # a trial is no model to show
     command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
     if config.config_file is not None:
         command += ["--config_file", str(config.config_file)]

@@ -6,7 +6,6 @@ accelerate launch --config_file STRATEGY.yaml -m accel_ft.train --config JOB.yam
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -40,48 +39,33 @@ def fit(config: TrainConfig) -> None:
     from accel_ft.data.sources import check_first_rows
 
     check_first_rows(config)  # the imports that follow take seconds
-    from accelerate.utils import (
-        DataLoaderConfiguration,
-        DistributedDataParallelKwargs,
-        InitProcessGroupKwargs,
-    )
-
     from accel_ft.diagnosis.job import preflight
     from accel_ft.engine.build import build, is_finished, start_or_resume
     from accel_ft.engine.loop import train
     from accel_ft.model import dropout
     from accel_ft.runtime import trackers
-    from accel_ft.runtime.launch import make_accelerator
+    from accel_ft.runtime.launch import make_training_accelerator
     from accel_ft.runtime.logging import read_events, setup_logging
     from accel_ft.runtime.watch import Watch
 
-    accelerator = make_accelerator(
+    accelerator = make_training_accelerator(
+        config.ddp_timeout,
         log_with=trackers.check(config.report_to) or None,
         project_dir=trackers.folder_of(config.output_dir),
-        dataloader_config=DataLoaderConfiguration(non_blocking=True),
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-            # Later than the watch, which knows who is missing; NCCL would only abort.
-            InitProcessGroupKwargs(timeout=timedelta(seconds=config.ddp_timeout + 30)),
-        ],
     )
-    setup_logging(accelerator.process_index)
-    _make_output_dir(config.output_dir)
+    rank, is_main = accelerator.process_index, accelerator.is_main_process
+    setup_logging(rank)
+    config.output_dir.mkdir(parents=True, exist_ok=True)
     ranks = config.output_dir / "ranks"
-    rank, num_ranks, is_main = (
-        accelerator.process_index,
-        accelerator.num_processes,
-        accelerator.is_main_process,
-    )
     with (
         _own(config, ranks / "lock") if is_main else nullcontext(),
-        Watch(ranks, rank, num_ranks, config.ddp_timeout) as watch,
+        Watch(ranks, rank, accelerator.num_processes, config.ddp_timeout) as watch,
     ):
         run = build(config, accelerator, watch)
         if config.push_to_hub and is_main:
             from accel_ft.runtime.card import require_repo
 
-            require_repo(_repo_id(config), config.hub_private_repo)
+            require_repo(config.repo_id(config.output_dir), config.hub_private_repo)
         if is_finished(run):
             logger.info("%s is finished: nothing to do", config.output_dir)
         else:
@@ -94,34 +78,25 @@ def fit(config: TrainConfig) -> None:
             finally:
                 run.close()
                 run.trackers.finish()
-            if is_main:
-                _describe(config, run.splits.label_names, list(read_events(run.events.path)))
+        events = list(read_events(run.events.path)) if is_main else []
+        if is_main and not (config.output_dir / "model" / "README.md").is_file():
+            _describe(config, run.splits.label_names, events)
         watch.wait()
     if is_main:
-        _say_farewell(config, list(read_events(run.events.path)))
+        _say_farewell(config, events)
 
 
 def settings_to_reproduce(values: dict[str, Any]) -> dict[str, Any]:
     """The settings of the run that is to be trained again, into a folder beside it."""
     if values.get("reproduce") is None:
         return {}
-    folder = Path(str(values["reproduce"]))
+    folder = Path(str(values["reproduce"])).resolve()
     if not all((folder / name).is_file() for name in ("config.yaml", "receipt.json")):
         raise ConfigError(f"reproduce={folder}: holds no run")
-    return run_settings({"checkpoint": folder}) | {
+    return run_settings(values | {"checkpoint": folder}) | {
         "output_dir": folder.with_name(f"{folder.name}_again"),
         "push_to_hub": False,
     }
-
-
-def _make_output_dir(folder: Path) -> None:
-    """Make the run's folder."""
-    if folder.is_file():
-        raise ConfigError(f"output_dir={folder}: is a file. Fix: the name of a folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"output_dir={folder}: cannot be made: {error.strerror}") from error
 
 
 @contextmanager
@@ -143,17 +118,13 @@ def _own(config: TrainConfig, lock: Path) -> Iterator[None]:
 
 def _describe(config: TrainConfig, label_names: list[str], events: list[dict[str, Any]]) -> None:
     """Write model card and report of a run that ended."""
+    from accel_ft.reporting.record import scores_of
     from accel_ft.reporting.report import EXTRA, is_possible, write_report
     from accel_ft.runtime.card import model_card
     from accel_ft.runtime.files import write_whole
 
     tested = [event for event in events if event["event"] == "test"]
-    prefix = "test_" if tested else "eval_"
-    scores = {
-        key.removeprefix(prefix): value
-        for key, value in (tested or events)[-1].items()
-        if isinstance(value, float) and key.startswith(prefix) and not key.endswith("_seconds")
-    }
+    scores = scores_of((tested or events)[-1])
     settings = config.model_dump(mode="json", exclude_defaults=True)
     card = model_card(label_names, settings, scores)
     write_whole(config.output_dir / "model" / "README.md", card)
@@ -186,13 +157,9 @@ def _say_farewell(config: TrainConfig, events: list[dict[str, Any]]) -> None:
     if config.push_to_hub:
         from accel_ft.runtime.card import push
 
-        print(f"pushed: {push(model, _repo_id(config))}")
+        print(f"pushed: {push(model, config.repo_id(config.output_dir))}")
     if config.reproduce is not None:
         _compare(config.reproduce, config.output_dir)
-
-
-def _repo_id(config: TrainConfig) -> str:
-    return config.hub_model_id or config.output_dir.absolute().name
 
 
 def _compare(first: Path, again: Path) -> None:

@@ -5,6 +5,7 @@ checkpoint each for model and optimizer, whose shards name their place in the wh
 any number of ranks, or into none.
 """
 
+import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.checkpointing import load_accelerator_state
-from accelerate.utils import DistributedType
+from accelerate.utils import SCALER_NAME, DistributedType
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -24,6 +25,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+
+logger = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.bin"
@@ -48,6 +51,17 @@ def load_any(accelerator: Accelerator, folder: Path) -> None:
 
     Shards stay shards; a whole checkpoint that FSDP loads is read by rank 0 and dealt out.
     """
+    scaler = accelerator.scaler
+    if scaler is not None and not (folder / SCALER_NAME).is_file():  # saved without fp16
+        logger.info("%s holds no loss scale: it starts anew", folder)
+        accelerator.scaler = None
+    try:
+        _load_parts(accelerator, folder)
+    finally:
+        accelerator.scaler = scaler
+
+
+def _load_parts(accelerator: Accelerator, folder: Path) -> None:
     under_fsdp = makes_shards(accelerator)
     if is_sharded(folder) == under_fsdp:
         accelerator.load_state(str(folder))

@@ -36,8 +36,10 @@ class Classifier:
 
     @property
     def problem_type(self) -> str:
-        """What its logits mean."""
-        return str(self.model.config.problem_type or "single_label_classification")
+        """What its logits mean; where nobody says, one alone is a number, as in transformers."""
+        one = self.model.config.num_labels == 1
+        default = "regression" if one else "single_label_classification"
+        return str(self.model.config.problem_type or default)
 
     @property
     def thresholds(self) -> NDArray[np.float64] | None:

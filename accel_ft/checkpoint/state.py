@@ -19,7 +19,7 @@ from accelerate.utils import set_seed
 from torch.distributed.checkpoint.api import CheckpointException
 
 from accel_ft.checkpoint import convert, transaction, trust
-from accel_ft.errors import CheckpointError
+from accel_ft.errors import CheckpointError, first_line
 from accel_ft.runtime.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 TRAINER_STATE = "trainer_state.json"
 TRAINER_STATE_KEYS = {
     "step", "num_processes", "identity", "scheduler", "loss_sums", "loss_weight", "best",
-    "num_worse", "eval_is_due", "passed_over",
+    "num_worse", "eval_is_due", "passed_over", "device",
 }  # fmt: skip
 
 
@@ -134,14 +134,16 @@ def is_sound(watch: Watch, folder: Path) -> bool:
     """Return whether a checkpoint verifies, the same on every rank; tell what is wrong if not.
     Collective.
     """
-    sound = watch.rank == 0
-    if watch.rank == 0:
-        try:
-            check(folder)
-        except CheckpointError as error:
-            logger.warning("passed over: %s", error)
-            sound = False
-    return bool(watch.tell(sound)[0])
+    return bool(watch.tell(watch.rank == 0 and _verifies(folder))[0])
+
+
+def _verifies(folder: Path) -> bool:
+    try:
+        check(folder)
+    except CheckpointError as error:
+        logger.warning("passed over: %s", error)
+        return False
+    return True
 
 
 def newest_sound(root: Path) -> Path | None:
@@ -151,16 +153,11 @@ def newest_sound(root: Path) -> Path | None:
     Raises:
         CheckpointError: there are checkpoints and all are damaged.
     """
-    published = transaction.list_published(root)
-    for _, folder in reversed(published):
-        try:
-            check(folder)
-            return folder
-        except CheckpointError as error:
-            logger.warning("passed over: %s", error)
-    if published:
+    published = [folder for _, folder in transaction.list_published(root)]
+    found = next((folder for folder in reversed(published) if _verifies(folder)), None)
+    if published and found is None:
         raise CheckpointError(f"{root}: all {len(published)} checkpoints are damaged")
-    return None
+    return found
 
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
@@ -188,16 +185,15 @@ def load(accelerator: Accelerator, folder: Path, trainer_state: dict[str, Any], 
     except (Exception, CheckpointException) as error:  # a foreign file fails in any way
         raise CheckpointError(f"{folder}: cannot be loaded: {_first_line(error)}") from error
     accelerator.step = 0  # counts micro steps; a checkpoint stands between two updates
-    if trainer_state["num_processes"] != accelerator.num_processes:
-        step = trainer_state["step"]
-        set_seed(seed + step, device_specific=True)
+    saved = (trainer_state["num_processes"], trainer_state["device"])
+    if saved != (accelerator.num_processes, accelerator.device.type):
+        set_seed(seed + trainer_state["step"], device_specific=True)
         logger.info(
-            "saved by %d processes, resumed by %d: weights, optimizer, schedule and data order "
-            "carry over, the "
-            "random streams of dropout cannot; they start anew from seed + step",
-            trainer_state["num_processes"],
-            accelerator.num_processes,
-        )
+            "saved by %d processes (%s), resumed by %d (%s): weights, optimizer, schedule and data "
+            "order carry over, the random streams of dropout cannot; they start anew from "
+            "seed + step",
+            *saved, accelerator.num_processes, accelerator.device.type,
+        )  # fmt: skip
 
 
 def read_weights(folder: Path) -> dict[str, Any]:
@@ -246,4 +242,4 @@ def _can_differ(saved: Any, wanted: Any) -> bool:
 def _first_line(error: BaseException) -> str:
     if isinstance(error, CheckpointException):  # torch's own, with the ranks' errors in it
         error = next(iter(error.failures.values()))[0]
-    return (str(error).strip().splitlines() or [repr(error)])[0]
+    return first_line(error)

@@ -76,6 +76,7 @@ def start(final: Path) -> Path:
 @contextlib.contextmanager
 def writing(final: Path) -> Iterator[Path]:
     """Give an empty staging folder; publish it without a manifest, or remove it after a fault."""
+    final = final.absolute()  # "." has no name
     final.parent.mkdir(parents=True, exist_ok=True)
     staging = start(final)
     try:
@@ -159,7 +160,10 @@ def prune(root: Path, keep: int | None, protected: int | None) -> None:
     if keep is not None:
         for step, path in list_published(root)[:-keep]:
             if step != protected:
-                _try_to_remove(path)
+                try:
+                    remove(path)
+                except OSError as error:  # what a reader still holds open on NFS may stay behind
+                    logger.warning("%s could not be removed: %s", path, error)
 
 
 def remove_leftovers(root: Path, damaged: Sequence[Path] = ()) -> None:
@@ -174,14 +178,6 @@ def remove_leftovers(root: Path, damaged: Sequence[Path] = ()) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _try_to_remove(folder: Path) -> None:
-    """Remove a folder nobody needs; what a reader still holds open on NFS may stay behind."""
-    try:
-        remove(folder)
-    except OSError as error:
-        logger.warning("%s could not be removed: %s", folder, error)
-
-
 def remove(folder: Path) -> None:
     """Remove a published folder, if there is one; its name goes first, so that a kill leaves no
     half of it under that name.
@@ -191,21 +187,6 @@ def remove(folder: Path) -> None:
     if folder.exists():
         folder.rename(doomed)
         shutil.rmtree(doomed)
-
-
-def require_space(folder: Path, num_bytes: int, what: str) -> None:
-    """Check that the disk of `folder` has room.
-
-    Raises:
-        CheckpointError: with what is free and what is needed.
-    """
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes:
-        raise CheckpointError(
-            f"output_dir={folder}: {free / 1e6:,.0f} MB are free on its disk, {what} needs "
-            f"{num_bytes / 1e6:,.0f} MB. Fix: free some, another output_dir, or a smaller "
-            "save_total_limit"
-        )
 
 
 def _manifest(entries: dict[str, Any]) -> str:

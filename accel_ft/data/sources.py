@@ -13,13 +13,16 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
-from accel_ft.config import Columns, DataConfig
+import numpy as np
+
+from accel_ft.config import Config, DataConfig
 from accel_ft.data.targets import MEANT, canonical
 from accel_ft.errors import ConfigError, DataError, nearest
-from accel_ft.runtime.hub import hub_reachable, unreachable_message
+from accel_ft.runtime.hub import fetching
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +30,7 @@ Record = tuple[str, dict[str, Any] | str]  # where it stands ("line 7"); columns
 Text = str | tuple[str, str]  # or a pair of texts
 Row = tuple[str, Text, str]  # where it stands, text, label
 
-DEFAULT_COLUMNS = Columns()
+COLUMN_KEYS = ("text_column", "text_pair_column", "label_column", "id_column")
 MAX_FAULTS_SHOWN = 10
 MAX_FAULTS_READ = 1000
 
@@ -48,69 +51,51 @@ class Source:
     records: Callable[[], Iterator[Record]]
     label_names: tuple[str, ...] | None = None
 
-    def rows(self, columns: Columns = DEFAULT_COLUMNS) -> Iterator[Row]:
+    def rows(self, config: DataConfig) -> Iterator[Row]:
         """Yield place, text (or pair of texts) and label of every row.
+
+        Args:
+            config: names the columns, and what the label's cells mean.
 
         Raises:
             DataError: a missing column, at once; faulty rows, together, after the last row.
         """
-        faults = _Faults(self.name)
+        faults: list[str] = []
         columns_checked = False
         for place, record in self.records():
+            if len(faults) == MAX_FAULTS_READ:
+                break
             if isinstance(record, str):
-                faults.add(place, record)
+                faults.append(f"{place}: {record}")
                 continue
             if not columns_checked:
-                wanted = {"text": columns.text, "pair": columns.pair, "label": columns.label}
-                check_columns(self.name, record, wanted)
+                check_columns(self.name, record, config)
                 columns_checked = True
-            label = canonical(record.get(columns.label), columns, self.label_names)
-            text, fault = read_text(record, columns.text, columns.pair)
-            if fault is not None:
-                faults.add(place, fault)
-            elif label is None:
-                shown, meant = _show(record.get(columns.label)), MEANT[columns.problem_type]
-                faults.add(place, f"{columns.label} is {shown}, not {meant}")
+            cell = record.get(config.label_column)
+            label = canonical(cell, config, self.label_names)
+            text, fault = read_text(record, config.text_column, config.text_pair_column)
+            if fault is None and label is None:
+                meant = MEANT[config.problem_type]
+                fault = f"{config.label_column} is {_show(cell)}, not {meant}"
+            if fault is None:
+                yield place, text, str(label)
             else:
-                yield place, text, label
-        faults.raise_any()
+                faults.append(f"{place}: {fault}")
+        if faults:
+            count, shown = len(faults), faults[:MAX_FAULTS_SHOWN]
+            if count > len(shown):
+                shown.append(f"... and {count - len(shown)} more")
+            raise DataError(
+                f"{self.name}: {count} faulty row{'s' * (count > 1)}. Fix or remove:\n  "
+                + "\n  ".join(shown)
+            )
         if not columns_checked:
             raise DataError(f"{self.name}: has no rows")
 
-    def texts(self, columns: Columns, wanted: set[int]) -> dict[int, Text]:
+    def texts(self, config: DataConfig, wanted: set[int]) -> dict[int, Text]:
         """Return the texts of some rows by their number, 0 for the first."""
-        found: dict[int, Text] = {}
-        for number, (_, text, _) in enumerate(self.rows(columns)):
-            if len(found) == len(wanted):
-                break
-            if number in wanted:
-                found[number] = text
-        return found
-
-
-class _Faults:
-    """Collects faulty rows of one file, to be told together."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.messages: list[str] = []
-
-    def add(self, place: str, message: str) -> None:
-        self.messages.append(f"{place}: {message}")
-        if len(self.messages) >= MAX_FAULTS_READ:
-            self.raise_any()
-
-    def raise_any(self) -> None:
-        if self.messages:
-            shown = "\n  ".join(self.messages[:MAX_FAULTS_SHOWN])
-            count = len(self.messages)
-            more = (
-                f"\n  ... and {count - MAX_FAULTS_SHOWN} more" if count > MAX_FAULTS_SHOWN else ""
-            )
-            raise DataError(
-                f"{self.name}: {count} faulty row{'s' * (count > 1)}. Fix or remove:\n  "
-                f"{shown}{more}"
-            )
+        rows = islice(self.rows(config), max(wanted, default=-1) + 1)
+        return {number: text for number, (_, text, _) in enumerate(rows) if number in wanted}
 
 
 def file_source(path: Path) -> Source:
@@ -207,8 +192,7 @@ def _read_jsonl(file: IO[bytes], name: str) -> Iterator[Record]:
         except (json.JSONDecodeError, RecursionError) as error:
             yield f"line {number}", f"is not JSON ({error})"
             continue
-        is_row = isinstance(record, dict)
-        yield f"line {number}", record if is_row else f"is {_show(record)}, not an object"
+        yield f"line {number}", _row(record)
 
 
 def _read_json(file: IO[bytes], name: str) -> Iterator[Record]:
@@ -228,10 +212,11 @@ def _read_json(file: IO[bytes], name: str) -> Iterator[Record]:
             f"{name}: holds {_show(items)}. Allowed: a list of objects, or {{'data': [...]}}"
         )
     for number, item in enumerate(items, start=1):
-        if not isinstance(item, dict):
-            yield f"item {number}", f"is {_show(item)}, not an object"
-        else:
-            yield f"item {number}", item
+        yield f"item {number}", _row(item)
+
+
+def _row(item: Any) -> dict[str, Any] | str:
+    return item if isinstance(item, dict) else f"is {_show(item)}, not an object"
 
 
 def _read_parquet(path: str) -> Iterator[Record]:
@@ -257,33 +242,29 @@ def hub_sources(name: str, label_column: str) -> dict[str, Source]:
     """
     import datasets
 
-    reachable = Path(name).exists() or hub_reachable()
-    try:
+    with fetching("dataset_name", name):
         loaded = datasets.load_dataset(name)
-    except Exception as error:  # a data set's own files fail in any way
-        if not reachable:
-            raise ConfigError(unreachable_message("dataset_name", name)) from error
-        reason = (str(error).splitlines() or [repr(error)])[0]
-        raise ConfigError(f"dataset_name={name}: cannot be loaded: {reason}") from error
-    if "train" not in loaded:
+    sources = {}
+    for split in ("train", "validation", "test"):
+        rows = loaded.get(split, ())
+        if len(rows) and hasattr(rows.features.get(label_column), "names"):
+            # Benchmarks keep the labels of a test split, or of rows without agreement, back.
+            labels = rows.with_format("numpy")[label_column][:]
+            labelled = np.flatnonzero(labels != -1)
+            if len(labelled) < len(rows):
+                logger.warning(
+                    "%s: %d of its %d %s rows have no label (-1) and are left out",
+                    name, len(rows) - len(labelled), len(rows), split,
+                )  # fmt: skip
+                rows = rows.select(labelled)
+        if len(rows):
+            sources[split] = _hub_source(f"{name}, split {split}", rows, label_column)
+    if "train" not in sources:
         raise ConfigError(
-            f"dataset_name={name}: has no split `train`, only {', '.join(map(str, loaded))}"
+            f"dataset_name={name}: has no split `train` with labels, only "
+            + ", ".join(map(str, loaded))
         )
-    found = {split: loaded[split] for split in ("train", "validation", "test") if split in loaded}
-    unlabelled = [split for split, rows in found.items() if _is_unlabelled(rows, label_column)]
-    for split in unlabelled:
-        logger.warning("%s: its %s rows have no labels (-1) and are left out", name, split)
-    return {
-        split: _hub_source(f"{name}, split {split}", rows, label_column)
-        for split, rows in found.items()
-        if split not in unlabelled
-    }
-
-
-def _is_unlabelled(rows: Any, label_column: str) -> bool:
-    """Benchmarks keep the labels of their test split back, and write -1."""
-    declared = hasattr(rows.features.get(label_column), "names")
-    return declared and len(rows) > 0 and rows[0][label_column] == -1
+    return sources
 
 
 def _hub_source(name: str, rows: Any, label_column: str) -> Source:
@@ -300,16 +281,17 @@ def _hub_source(name: str, rows: Any, label_column: str) -> Source:
     return Source(name, f"{name} {rows._fingerprint}", records, tuple(names) if names else None)
 
 
-def check_columns(name: str, record: dict[str, Any], wanted: dict[str, str | None]) -> None:
-    """Check a row for the columns that are wanted: by kind (text, pair, label, id), their names.
+def check_columns(name: str, record: dict[str, Any], config: Config) -> None:
+    """Check a row for the columns that the keys of a command name.
 
     Raises:
         DataError: naming those that it lacks.
     """
+    wanted = {key: getattr(config, key, None) for key in COLUMN_KEYS}
     faults = [
-        f"{'text_pair' if kind == 'pair' else kind}_column={column}: no such column in {name}."
-        f"{nearest(column, record)} Allowed: {', '.join(map(str, record))}"
-        for kind, column in wanted.items()
+        f"{key}={column}: no such column in {name}.{nearest(column, record)} "
+        f"Allowed: {', '.join(map(str, record))}"
+        for key, column in wanted.items()
         if column is not None and column not in record
     ]
     if faults:
@@ -322,45 +304,34 @@ def check_first_rows(config: DataConfig) -> None:
     Raises:
         DataError: naming what is missing, of all files.
     """
-    columns, faults = config.columns, []
-    wanted = {"text": columns.text, "pair": columns.pair, "label": columns.label}
+    faults = []
     for path in (config.train_file, config.validation_file, config.test_file):
         suffix = "" if path is None else path.suffix.lower().removeprefix(".")
         if suffix in ("", "json"):  # a json file has no first row before all of it is read
             continue
-        first = next(read_records(str(path), suffix), ("", ""))[1]
         try:
+            first = next(read_records(str(path), suffix), ("", ""))[1]
             if isinstance(first, dict):
-                check_columns(str(path), first, wanted)
+                check_columns(str(path), first, config)
         except DataError as error:
             faults.append(str(error))
     if faults:
         raise DataError("\n  ".join(faults))
 
 
-def read_text(
-    record: dict[str, Any], column: str, pair: str | None
-) -> tuple[Text, None] | tuple[Text, str]:
+def read_text(record: dict[str, Any], column: str, pair: str | None) -> tuple[Text, str | None]:
     """Return a row's text, or pair of texts, and what is wrong with it."""
     texts = []
-    for name in (column, pair):
-        if name is not None:
-            fault = text_fault(record.get(name))
-            if fault is not None:
-                return "", f"{name} {fault}"
-            texts.append(str(record[name]))
-    return (texts[0], None) if pair is None else ((texts[0], texts[1]), None)
-
-
-def text_fault(text: Any) -> str | None:
-    """Return why a cell is no text a tokenizer can read, None where it is one."""
-    if not isinstance(text, str):
-        return f"is {_show(text)}, not a text"
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return "holds half a surrogate pair, which is no character"
-    return None
+    for name in filter(None, (column, pair)):
+        text = record.get(name)
+        if not isinstance(text, str):
+            return "", f"{name} is {_show(text)}, not a text"
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return "", f"{name} holds half a surrogate pair, which is no character"
+        texts.append(text)
+    return (texts[0] if pair is None else (texts[0], texts[1])), None
 
 
 def _show(value: Any) -> str:

@@ -5,13 +5,14 @@ cut off and a `max_train_samples` draw cost no memory, and are the same rows in 
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from accel_ft.config import DataConfig
+from accel_ft.config import DataConfig, TrainConfig
 from accel_ft.data.plan import Ids, combine_key, permute
 from accel_ft.data.sources import Source, file_source, hub_sources
 from accel_ft.data.targets import output_names, targets
@@ -24,8 +25,7 @@ DEFAULT_DATASET = "fancyzhx/ag_news"
 VALIDATION_SHARE = 0.1
 VALIDATION_MAX = 2000
 FEW_ROWS = 100
-COMPARED_TEXTS = 5_000_000
-HASHES_AT_ONCE = 1_000_000
+COMPARED_TEXTS = 1_000_000
 SPLIT_KEY = combine_key(0xACCE1F7)  # fixed: other seeds train on the same rows
 
 
@@ -122,20 +122,19 @@ def open_sources(config: DataConfig) -> dict[str, Source]:
     return files
 
 
-def load_splits(config: DataConfig, tokenizer: Any, max_train_samples: int | None) -> Splits:
+def load_splits(config: TrainConfig, tokenizer: Any, model_labels: Sequence[str] = ()) -> Splits:
     """Read, check and tokenise the training, validation and test rows of a job.
+
+    Args:
+        model_labels: of a model that is a classifier already; where the rows have the same ones,
+            their order stays, so that its head goes on meaning what it meant.
 
     Raises:
         DataError, ConfigError: for what is wrong with them.
     """
-    sources = open_sources(config)
-    stores = {split: _store(source, config, tokenizer) for split, source in sources.items()}
-    names = output_names(stores["train"], config.columns)
-    encoded = {
-        split: (store, targets(store, names, config.columns)) for split, store in stores.items()
-    }
-    train, validation = _cut(encoded, config.max_eval_samples)
-    train.stop = min(train.stop, train.start + (max_train_samples or len(train)))
+    names, splits = _open(open_sources(config), config, tokenizer, model_labels)
+    train, validation = splits["train"], splits["validation"]
+    train.stop = min(train.stop, train.start + (config.max_train_samples or len(train)))
     labels = validation.labels(np.arange(len(validation), dtype=np.int64))
     seen = len(np.unique(labels)) if labels.dtype == np.int64 else len(names)
     if seen < len(names):
@@ -148,26 +147,52 @@ def load_splits(config: DataConfig, tokenizer: Any, max_train_samples: int | Non
             "%d validation rows are few: an accuracy of 0.5 on them is uncertain by %.2f",
             len(validation), 0.98 / len(validation) ** 0.5,
         )  # fmt: skip
-    test = Split(*encoded["test"], 0, len(stores["test"])) if "test" in encoded else None
     _warn_of_look_alikes(names)
-    for name, split in (("validation", validation), ("test", test)):
-        shared = 0 if split is None else count_shared_texts(train, split)
-        if split is not None and shared:
+    for name in splits.keys() - {"train"}:
+        shared = count_shared_texts(train, splits[name])
+        if shared:
             logger.warning(
                 "%d of the %d %s texts are among the training texts too: their metrics flatter",
-                shared, len(split), name,
+                shared, len(splits[name]), name,
             )  # fmt: skip
-    return Splits(names, train, validation, test)
+    return Splits(names, train, validation, splits.get("test"))
+
+
+def _open(
+    sources: dict[str, Source],
+    config: DataConfig,
+    tokenizer: Any,
+    model_labels: Sequence[str],
+) -> tuple[list[str], dict[str, Split]]:
+    """Return label names and splits; where no validation rows are given, they are cut off the
+    training rows.
+    """
+    stores = {name: _store(source, config, tokenizer) for name, source in sources.items()}
+    names = output_names(stores["train"], config) if "train" in stores else list(model_labels)
+    if set(names) == set(model_labels):
+        names = list(model_labels)
+    splits = {
+        name: Split(store, targets(store, names, config), 0, len(store))
+        for name, store in stores.items()
+    }
+    if "validation" not in splits and "train" in splits:
+        train = splits["train"]
+        size = min(VALIDATION_MAX, max(1, round(len(train) * VALIDATION_SHARE)))
+        if size == len(train):
+            raise DataError(f"{train.store.name}: one row is too few to cut a validation split off")
+        logger.info("no validation rows given: %d cut off the %d training rows", size, len(train))
+        splits["validation"] = Split(train.store, train.targets, 0, size)
+        train.start = size
+    if "validation" in splits:
+        validation = splits["validation"]
+        validation.stop = min(validation.stop, config.max_eval_samples or validation.stop)
+    return names, splits
 
 
 def count_shared_texts(train: Split, other: Split) -> int:
-    """Return how many texts of `other` are among the (first five million) texts of `train`."""
-    wanted = other.text_hashes(np.arange(len(other), dtype=np.int64))
-    found = np.zeros(len(wanted), bool)
-    for start in range(0, min(len(train), COMPARED_TEXTS), HASHES_AT_ONCE):
-        stop = min(start + HASHES_AT_ONCE, len(train))
-        found |= np.isin(wanted, train.text_hashes(np.arange(start, stop, dtype=np.int64)))
-    return int(found.sum())
+    """Return how many texts of `other` are among the (first million) texts of `train`."""
+    known = train.text_hashes(np.arange(min(len(train), COMPARED_TEXTS), dtype=np.int64))
+    return int(np.isin(other.text_hashes(np.arange(len(other), dtype=np.int64)), known).sum())
 
 
 def _warn_of_look_alikes(names: list[str]) -> None:
@@ -192,26 +217,16 @@ def load_eval_split(
         The split's name and the split; a validation split is the same rows as in training.
     """
     sources = open_sources(config)
-    if wanted is None:
-        wanted = "test" if "test" in sources else "validation"
-    if wanted == "test":
-        if "test" not in sources:
-            raise ConfigError(
-                "split=test: the job names no test rows. Fix: --test_file FILE, or --split "
-                "validation"
-            )
-        store = _store(sources["test"], config, tokenizer)
-        return wanted, Split(store, targets(store, names, config.columns), 0, len(store))
-    given = "validation" if "validation" in sources else "train"
+    wanted = wanted or ("test" if "test" in sources else "validation")
+    given = "train" if wanted == "validation" and wanted not in sources else wanted
     if given not in sources:
-        raise ConfigError("split=validation: the job names none. Fix: --validation_file FILE")
-    store = _store(sources[given], config, tokenizer)
-    found = {given: (store, targets(store, names, config.columns))}
-    return wanted, _cut(found, config.max_eval_samples)[1]
+        raise ConfigError(f"split={wanted}: the job names no {wanted} rows. Fix: --{wanted}_file")
+    _, splits = _open({given: sources[given]}, config, tokenizer, names)
+    return wanted, splits[wanted]
 
 
 def _store(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
-    store = tokenize(source, config.columns, tokenizer, config.max_seq_length)
+    store = tokenize(source, config, tokenizer)
     if store.num_empty_texts:
         empty, total = store.num_empty_texts, len(store)
         logger.warning("%s: %d of %d texts are empty; they are kept", source.name, empty, total)
@@ -221,31 +236,6 @@ def _store(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
             source.name, store.num_cut_texts, len(store), config.max_seq_length,
         )  # fmt: skip
     return store
-
-
-def _cut(
-    encoded: dict[str, tuple[TokenStore, NDArray[Any]]], max_eval_samples: int | None
-) -> tuple[Split, Split]:
-    """Training and validation split; the latter cut off the former where there is no source of its
-    own.
-    """
-    if "train" not in encoded:
-        store, table = encoded["validation"]
-        train = Split(store, table, 0, 0)
-    else:
-        store, table = encoded["train"]
-        train = Split(store, table, 0, len(store))
-    if "validation" in encoded:
-        store, table = encoded["validation"]
-        validation = Split(store, table, 0, len(store))
-    else:
-        size = min(VALIDATION_MAX, max(1, round(len(train) * VALIDATION_SHARE)))
-        if size == len(train):
-            raise DataError(f"{train.store.name}: one row is too few to cut a validation split off")
-        validation, train.start = Split(store, table, 0, size), size
-        logger.info("no validation rows given: %d cut off the %d training rows", size, len(store))
-    validation.stop = min(validation.stop, max_eval_samples or validation.stop)
-    return train, validation
 
 
 def class_weights(

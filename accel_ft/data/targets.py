@@ -6,14 +6,12 @@ Legend: K distinct cells of a source, C outputs of the model.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from accel_ft.config import Columns
+from accel_ft.config import DataConfig
 from accel_ft.errors import DataError, nearest
 
 if TYPE_CHECKING:
@@ -23,32 +21,33 @@ FLOAT32_MAX = 3.4e38
 LABELS_SHOWN, FAULTS_SHOWN = 20, 10
 
 
-def output_names(store: TokenStore, columns: Columns) -> list[str]:
+def output_names(store: TokenStore, config: DataConfig) -> list[str]:
     """Return the names of the model's outputs, in the order of their ids: integers by value, text
     by alphabet; of a regression, its column.
 
     Raises:
         DataError: there are too few labels to tell apart.
     """
-    if columns.problem_type == "regression":
-        return [columns.label]
-    many = columns.problem_type == "multi_label_classification"
+    if config.problem_type == "regression":
+        return [config.label_column]
+    many = config.problem_type == "multi_label_classification"
     cells = store.labels
     names = sorted({name for cell in cells for name in json.loads(cell)} if many else cells)
     if len(names) < (1 if many else 2):
         found = f"every row has the label {names[0]!r}" if names else "no row has a label"
         raise DataError(f"{store.name}: {found}. Needed: {1 if many else 2} labels or more")
-    by_value: Callable[[str], tuple[int, str]] = lambda label: (int(label), label)  # noqa: E731
-    return sorted(names, key=by_value) if all(n.isascii() and n.isdigit() for n in names) else names
+    if all(name.isascii() and name.isdigit() for name in names):
+        return sorted(names, key=lambda name: (int(name), name))
+    return names
 
 
-def targets(store: TokenStore, names: list[str], columns: Columns) -> NDArray[Any]:
+def targets(store: TokenStore, names: list[str], config: DataConfig) -> NDArray[Any]:
     """Return the target of each of the store's distinct label cells.
 
     Args:
         store: of the rows.
         names: of the outputs, by id.
-        columns: tells what the cells mean.
+        config: tells what the cells mean.
 
     Returns:
         label ids, int64 [K]; of several labels, 0 or 1 for each, float32 [K, C]; of a regression,
@@ -57,9 +56,9 @@ def targets(store: TokenStore, names: list[str], columns: Columns) -> NDArray[An
     Raises:
         DataError: for a label that is not among `names`, with its first place.
     """
-    if columns.problem_type == "regression":
+    if config.problem_type == "regression":
         return np.array([float(label) for label in store.labels], np.float32)
-    many = columns.problem_type == "multi_label_classification"
+    many = config.problem_type == "multi_label_classification"
     sets = [json.loads(label) if many else [label] for label in store.labels]
     id_of = {name: label_id for label_id, name in enumerate(names)}
     faults = [
@@ -80,20 +79,20 @@ def targets(store: TokenStore, names: list[str], columns: Columns) -> NDArray[An
     return table
 
 
-def canonical(value: Any, columns: Columns, names: tuple[str, ...] | None) -> str | None:
+def canonical(value: Any, config: DataConfig, names: tuple[str, ...] | None) -> str | None:
     """Return a label cell as text, the same for the same meaning; None where it has none.
 
     Args:
         value: of the cell.
-        columns: tells what it means.
+        config: tells what it means.
         names: of integer labels where the source declares them.
     """
-    if columns.problem_type == "regression":
+    if config.problem_type == "regression":
         return _number(value)
-    if columns.problem_type == "single_label_classification":
+    if config.problem_type == "single_label_classification":
         return _label(value, names)
     if isinstance(value, str):
-        value = [part.strip() for part in value.split(columns.separator) if part.strip()]
+        value = [part.strip() for part in value.split(config.label_separator) if part.strip()]
     if not isinstance(value, list | tuple):
         return None
     if len(set(map(str, value))) < len(value):
@@ -105,20 +104,20 @@ def canonical(value: Any, columns: Columns, names: tuple[str, ...] | None) -> st
 def _label(value: Any, names: tuple[str, ...] | None) -> str | None:
     if isinstance(value, bool) or value is None:
         return None
+    if isinstance(value, int) and names is not None:
+        return names[value] if 0 <= value < len(names) else None
     if isinstance(value, int):
-        return names[value] if names is not None and 0 <= value < len(names) else str(value)
+        return str(value)
     return value if isinstance(value, str) and value != "" else None
 
 
 def _number(value: Any) -> str | None:
-    if isinstance(value, bool):
-        return None
     try:
         number = float(value)
-        as_trained = float(np.float32(number)) if abs(number) < FLOAT32_MAX else math.inf
     except (TypeError, ValueError, OverflowError):
         return None
-    return repr(number) if math.isfinite(as_trained) else None
+    is_number = not isinstance(value, bool) and abs(number) < FLOAT32_MAX  # not NaN, not infinite
+    return repr(number) if is_number else None
 
 
 MEANT = {

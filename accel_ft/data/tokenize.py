@@ -25,13 +25,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from accel_ft.config import Columns
+from accel_ft.config import DataConfig
 from accel_ft.data.plan import Ids
 from accel_ft.data.sources import Row, Source, Text
 
 logger = logging.getLogger(__name__)
 
 STORE_VERSION = 3  # of the layout above; part of the key
+KEYS = {
+    "text_column", "text_pair_column", "label_column", "problem_type", "label_separator",
+    "max_seq_length",
+}  # fmt: skip
 ROWS_AT_ONCE = 1000  # a fast tokenizer spreads each call over the cores
 
 
@@ -86,7 +90,7 @@ class TokenStore:
         return self._texts[rows]
 
 
-def tokenize(source: Source, columns: Columns, tokenizer: Any, max_seq_length: int) -> TokenStore:
+def tokenize(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
     """Open the source's token store, making it first where there is none yet.
 
     Safe to call from several processes: a store is made in a folder of its own and renamed when it
@@ -94,9 +98,9 @@ def tokenize(source: Source, columns: Columns, tokenizer: Any, max_seq_length: i
 
     Args:
         source: rows.
-        columns: that are read.
+        config: names the columns, and max_seq_length, tokens a text is cut at, special ones
+            included.
         tokenizer: of the model.
-        max_seq_length: T_max, tokens a text is cut at, special tokens included.
 
     Raises:
         DataError: for faulty rows, naming file and line.
@@ -105,8 +109,7 @@ def tokenize(source: Source, columns: Columns, tokenizer: Any, max_seq_length: i
         STORE_VERSION,
         source.fingerprint,
         source.label_names,
-        columns,
-        max_seq_length,
+        config.model_dump(mode="json", include=KEYS),
         tokenizer_fingerprint(tokenizer),
     ]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
@@ -121,7 +124,7 @@ def tokenize(source: Source, columns: Columns, tokenizer: Any, max_seq_length: i
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
     try:
-        _write_store(staging, source.rows(columns), tokenizer, max_seq_length)
+        _write_store(staging, source.rows(config), tokenizer, config.max_seq_length)
         try:
             staging.rename(folder)
         except OSError:
@@ -137,7 +140,7 @@ def cache_folder() -> Path:
     home = os.environ.get("HF_HOME") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"
     )
-    return Path(home) / "accel_ft" / "tokens"
+    return Path(home).expanduser() / "accel_ft" / "tokens"
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -148,7 +151,8 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
         state.pop("truncation"), state.pop("padding")  # those change with each call
     else:
         state = [sorted(tokenizer.get_vocab().items()), str(tokenizer.init_kwargs)]
-    identity = [type(tokenizer).__name__, tokenizer.truncation_side, state]
+    names = sorted(tokenizer.model_input_names)  # whether pairs have types
+    identity = [type(tokenizer).__name__, tokenizer.truncation_side, names, state]
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 

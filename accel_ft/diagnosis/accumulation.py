@@ -1,22 +1,16 @@
-"""Accumulation that is not: gradients that leak, are dropped, averaged wrongly or sent too often.
-
-What you see: a curve that changes with the number of accumulation steps; a learning rate that
-reaches its end too early; a DDP job slower than it should be. What it is: mean losses of
-micro-batches of different sizes, a short last block that is divided by too many (or whose gradients
-go on into the next epoch), a scheduler stepped with every micro-batch or by every process, a
-missing no_sync. It is found by writing down what a loop calls, and by comparing gradients.
+"""Accumulation that is not: gradients that leak, are dropped, averaged wrongly or sent too often;
+found by writing down what a loop calls, and by comparing gradients.
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
-from itertools import pairwise
 from typing import Any
 from unittest import mock
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import (
@@ -27,11 +21,8 @@ from torch.optim.optimizer import (
 from accel_ft.diagnosis.finding import Finding, failed, listed, passed, warned
 from accel_ft.diagnosis.gradients import Gradients, gradients_of
 
-ONE = torch.zeros(())
-
 Update = list[str]
 BACKWARD, REDUCE, STEP, SCHEDULE, LEFT = "backward", "reduce", "step", "schedule", "left"
-_listening: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 
 
 class _Recorder:
@@ -42,6 +33,12 @@ class _Recorder:
         self.depth = 0
         self.stepped: list[torch.optim.Optimizer] = []
         self.schedulers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.sums_next = False
+
+    def forward(self, model: nn.parallel.DistributedDataParallel) -> None:
+        """Note whether DDP will sum the gradients of this pass over the ranks."""
+        if torch.is_grad_enabled():
+            self.sums_next = bool(model.require_backward_grad_sync)
 
     def noting(self, owner: Any, name: str, note: Callable[..., None]) -> Any:
         """Return a patch of `owner.name` that notes each outermost call."""
@@ -78,6 +75,9 @@ class _Recorder:
             self.events.append(LEFT)
         self.stepped = []
         self.events.append(BACKWARD)
+        if self.sums_next:
+            self.events.append(REDUCE)
+            self.sums_next = False
 
     def step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Note an optimizer's step."""
@@ -96,16 +96,18 @@ def recording(model: nn.Module | None = None) -> Iterator[list[str]]:
     "left" where a backward pass adds to the gradients of the step before.
 
     Args:
-        model: wrapped by DDP, whose all-reduces are to be counted; a bucket is one `reduce`. They
-            are not where it has a communication hook already.
+        model: wrapped by DDP; a backward pass whose gradients it sums is followed by "reduce".
     """
     recorder = _Recorder()
-    hooks = (
+    hooks = [
         register_optimizer_step_pre_hook(
             lambda optimizer, *_: recorder.enter(recorder.step, optimizer)
         ),
         register_optimizer_step_post_hook(recorder.leave),
-    )
+    ]
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        hooks.append(model.register_forward_pre_hook(lambda ddp, _: recorder.forward(ddp)))
     own: tuple[tuple[Any, str, Callable[..., None]], ...] = (
         (torch.autograd, "backward", recorder.backward),
         (torch.amp.GradScaler, "step", lambda scaler, optimizer, *_: recorder.step(optimizer)),
@@ -119,51 +121,15 @@ def recording(model: nn.Module | None = None) -> Iterator[list[str]]:
     with contextlib.ExitStack() as patches:
         for owner, name, note in own:
             patches.enter_context(recorder.noting(owner, name, note))
-        patches.enter_context(_counting_reduces(model, recorder.events))
-        try:
-            yield recorder.events
-        finally:
-            for hook in hooks:
-                hook.remove()
+        for hook in hooks:
+            patches.callback(hook.remove)
+        yield recorder.events
 
 
 def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
     for each in kind.__subclasses__():
         yield each
         yield from _subclasses(each)
-
-
-@contextlib.contextmanager
-def _counting_reduces(model: nn.Module | None, events: list[str]) -> Iterator[None]:
-    """Note each bucket that DDP reduces; its own all-reduce is replaced by the same one, which
-    stays: DDP takes but one hook.
-    """
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
-    if not isinstance(model, nn.parallel.DistributedDataParallel) or (
-        model not in _listening and getattr(model, "_comm_hooks", [])
-    ):
-        yield
-        return
-    if model not in _listening:
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-        listener = ref(model)  # DDP keeps the hook, which must not keep DDP
-
-        def hook(
-            group: Any,
-            bucket: dist.GradBucket,  # type: ignore[name-defined]
-        ) -> torch.futures.Future[torch.Tensor]:
-            owner = listener()
-            if owner is not None:
-                _listening[owner].append(REDUCE)
-            return allreduce_hook(group, bucket)
-
-        model.register_comm_hook(None, hook)
-    _listening[model] = events
-    try:
-        yield
-    finally:
-        _listening[model] = []
 
 
 def blocks(events: Sequence[str]) -> tuple[list[Update], Update]:
@@ -196,9 +162,8 @@ def accumulation_calls(events: Sequence[str], accumulation_steps: int) -> Findin
     uncleared = sum(update.count(LEFT) for update in [*updates, rest])
     # a scheduler's step comes after the optimizer's: it stands in the block that follows
     schedules = max(
-        block.count(event)
+        max(Counter(e for e in block if e.startswith(SCHEDULE)).values(), default=0)
         for block in [*updates, rest]
-        for event in {SCHEDULE, *(event for event in block if event.startswith(SCHEDULE))}
     )
     about = f"{len(updates)} updates of {listed(sorted(set(counts)), 8)} micro-batches"
     faults = (
@@ -229,7 +194,7 @@ def accumulation_calls(events: Sequence[str], accumulation_steps: int) -> Findin
     for is_so, measured, mend in faults:
         if is_so:
             return failed(check, measured, mend)
-    sums = [_sums(update) for update in updates]
+    sums = [update.count(REDUCE) for update in updates]
     if max(sums) > 1:
         return warned(
             check,
@@ -246,24 +211,19 @@ def accumulation_calls(events: Sequence[str], accumulation_steps: int) -> Findin
     return passed(check, about)
 
 
-def _sums(update: Update) -> int:
-    """After how many of an update's backward passes buckets were reduced."""
-    return sum(before == REDUCE and now != REDUCE for before, now in pairwise(update))
-
-
 def ratio(ours: Gradients, whole: Gradients) -> tuple[float, float]:
     """Return the factor by which one gradient is the other, and the share that no factor explains.
 
     Returns:
         <ours, whole> / <whole, whole>, and |ours - factor x whole| / |ours|.
     """
-    names = sorted(whole.keys() | ours.keys())
+    shapes = {**whole, **ours}
 
-    def flat(gradients: Gradients, others: Gradients) -> torch.Tensor:
-        parts = (gradients.get(name, torch.zeros_like(others.get(name, ONE))) for name in names)
+    def flat(gradients: Gradients) -> torch.Tensor:
+        parts = (gradients.get(name, torch.zeros_like(shapes[name])) for name in shapes)
         return torch.cat([part.to_dense().flatten().double().cpu() for part in parts])
 
-    a, b = flat(ours, whole), flat(whole, ours)
+    a, b = flat(ours), flat(whole)
     factor = float(a @ b / (b @ b))
     return factor, float((a - factor * b).norm() / a.norm().clamp_min(1e-30))
 

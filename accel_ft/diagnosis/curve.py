@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from accel_ft.diagnosis.finding import Finding, failed, passed
 
 
@@ -11,21 +13,18 @@ def same_curve(
     """Compare loss and gradient norm of each update with those of one process.
 
     Args:
-        ours: (loss, gradient norm) of each update, over all ranks.
-        alone: the same, from one process that read each global batch at once.
+        ours, alone: (loss, gradient norm) of each update; of one process, that read each global
+            batch at once.
         tolerance: relative: float32 differs by about 1e-6, bf16 by 1e-2.
     """
     check = "one against many"
     if not ours or len(ours) != len(alone):
         return failed(check, f"{len(ours)} updates against {len(alone)}", "the same job for both")
-    gaps = [
-        [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(mine, theirs, strict=True)]
-        for mine, theirs in zip(ours, alone, strict=True)
-    ]
-    first = next(
-        (n for n, both in enumerate(gaps, 1) if not all(gap <= tolerance for gap in both)), None
-    )  # what is no number is not near
-    if first is not None:
+    a, b = np.array(ours, np.float64), np.array(alone, np.float64)
+    gaps = np.abs(a - b) / np.maximum(np.abs(b), 1e-12)
+    far = np.flatnonzero(~(gaps <= tolerance).all(axis=1))  # what is no number is not near
+    if len(far):
+        first = int(far[0]) + 1
         mine, theirs = ours[first - 1], alone[first - 1]
         return failed(
             check,
@@ -34,6 +33,4 @@ def same_curve(
             "divide by the label weight of the whole global batch (`accumulated gradient`); give "
             "each rank its share of the same batch (`sampling`)",
         )
-    return passed(
-        check, f"{len(gaps)} updates, greatest relative difference {max(map(max, gaps)):.1e}"
-    )
+    return passed(check, f"{len(gaps)} updates, greatest relative difference {gaps.max():.1e}")

@@ -1,7 +1,7 @@
 """What a check says, and how the checks of several ranks hear of each other."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -9,15 +9,12 @@ from torch import distributed as dist
 
 
 class Verdict(StrEnum):
-    """How a check ended."""
+    """How a check ended, the worst last."""
 
+    SKIP = "SKIP"
     PASS = "PASS"
     WARN = "WARN"
     FAIL = "FAIL"
-    SKIP = "SKIP"
-
-
-SEVERITY = (Verdict.SKIP, Verdict.PASS, Verdict.WARN, Verdict.FAIL)
 
 
 @dataclass(frozen=True)
@@ -35,10 +32,6 @@ class Finding:
     verdict: Verdict
     measured: str
     mend: str = ""
-
-    def as_dict(self) -> dict[str, str]:
-        """Return it as JSON takes it."""
-        return {key: str(value) for key, value in asdict(self).items()}
 
 
 def passed(check: str, measured: str) -> Finding:
@@ -61,6 +54,11 @@ def skipped(check: str, reason: str) -> Finding:
     return Finding(check, Verdict.SKIP, reason)
 
 
+def num_ranks() -> int:
+    """Return how many ranks there are; 1 where there is no group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 _host_groups: dict[str, Any] = {}
 
 
@@ -76,9 +74,9 @@ def _host_group() -> Any:
 
 def gather(value: Any) -> list[Any]:
     """Return every rank's value, in order; a list of one where there is no group. Collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if num_ranks() == 1:
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
+    values: list[Any] = [None] * num_ranks()
     dist.all_gather_object(values, value, group=_host_group())
     return values
 
@@ -86,7 +84,7 @@ def gather(value: Any) -> list[Any]:
 def agreed(finding: Finding) -> Finding:
     """Return the worst of what the ranks found, with the ranks that found it. Collective."""
     ranks: list[Finding] = gather(finding)
-    worst = max(ranks, key=lambda one: SEVERITY.index(one.verdict))
+    worst = max(ranks, key=lambda one: list(Verdict).index(one.verdict))
     if all(one.verdict == worst.verdict for one in ranks):
         return ranks[0]
     where = listed([rank for rank, one in enumerate(ranks) if one.verdict == worst.verdict], 8)
@@ -99,17 +97,7 @@ def listed(names: Sequence[Any], limit: int = 3) -> str:
     return words + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def table(findings: Sequence[Finding], width: int = 0) -> str:
-    """Return the findings as lines to read, the mend under what it mends.
-
-    Args:
-        findings: of some checks.
-        width: least of the first column, in characters.
-    """
-    width = max([width, *(len(finding.check) for finding in findings)])
-    lines = []
-    for finding in findings:
-        lines.append(f"{finding.check:{width}}  {finding.verdict:4}  {finding.measured}")
-        if finding.mend:
-            lines.append(f"{'':{width}}        mend: {finding.mend}")
-    return "\n".join(lines)
+def line(finding: Finding) -> str:
+    """Return a finding as a line to read, the mend under what it mends."""
+    mend = f"\n{'':32}        mend: {finding.mend}" if finding.mend else ""
+    return f"{finding.check:32}  {finding.verdict:4}  {finding.measured}{mend}"

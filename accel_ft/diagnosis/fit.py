@@ -1,9 +1,4 @@
-"""Will it fit: bytes on each rank, by what they are for, against what the device has.
-
-What you see: out of memory, after the data has been prepared or in the tenth update. What it is:
-parameters, gradients and moments, which can be counted, and activations, which are measured on
-micro-batches of the longest rows and grow with them.
-"""
+"""Will it fit: bytes on each rank, by what they are for, against what the device has."""
 
 from accel_ft.diagnosis.finding import Finding, failed, passed
 from accel_ft.model.memory import RESERVE, Need
@@ -18,7 +13,6 @@ def will_it_fit(wanted: Need, strategy: str, num_ranks: int, capacity: int, rows
     Args:
         wanted: from `need`.
         strategy: the one asked for: "none", "ddp", "fsdp" or "offload".
-        num_ranks: N.
         capacity: bytes of a rank's device (its share of a CPU's memory).
         rows: of the micro-batch asked for.
     """

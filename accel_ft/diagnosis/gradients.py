@@ -9,11 +9,6 @@ from torch import nn
 Gradients = dict[str, torch.Tensor]
 
 
-def backward(loss: torch.Tensor) -> None:
-    """Run the backward pass."""
-    loss.backward()  # type: ignore[no-untyped-call]
-
-
 def gradients_of(model: nn.Module, run: Callable[[], Any]) -> Gradients:
     """Return the gradients that `run` leaves, from none, by name; the model's own come back."""
     kept = {name: p.grad for name, p in model.named_parameters()}

@@ -4,22 +4,23 @@
 """
 
 import logging
-import os
+import math
 import secrets
 import shutil
+import sys
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import DataLoaderConfiguration, InitProcessGroupKwargs
+from huggingface_hub import constants
 from torch import nn
 
 from accel_ft.config import TrainConfig
 from accel_ft.data.loader import Batch, Batches, collate, make_loader
+from accel_ft.data.splits import DEFAULT_DATASET
 from accel_ft.diagnosis import (
     accumulation,
     curve,
@@ -35,16 +36,18 @@ from accel_ft.diagnosis import (
 )
 from accel_ft.diagnosis.finding import Finding, Verdict, agreed, failed, gather, skipped
 from accel_ft.diagnosis.sample import write_sample
-from accel_ft.engine.build import build, plain_model, start_or_resume
+from accel_ft.engine.build import build, checkpoint_bytes, plain_model, start_or_resume
 from accel_ft.engine.fitting import measured_need, strategy_and_memory
 from accel_ft.engine.loop import train, update
 from accel_ft.engine.run import Run
 from accel_ft.engine.step import forward, weighted_loss
 from accel_ft.errors import LaunchError, UserError
-from accel_ft.model.memory import device_bytes
+from accel_ft.model import dropout
+from accel_ft.model.memory import free_bytes
 from accel_ft.model.optim import make_optimizer, make_scheduler, scaled_learning_rate
+from accel_ft.runtime.fsdp import strategy_of
 from accel_ft.runtime.hub import hub_reachable
-from accel_ft.runtime.launch import make_accelerator
+from accel_ft.runtime.launch import make_training_accelerator
 from accel_ft.runtime.logging import progress_bar, read_events
 from accel_ft.runtime.watch import Watch
 
@@ -92,8 +95,8 @@ def examine(config: TrainConfig) -> Iterator[Finding]:
     """Yield the findings of the whole examination, the same on every rank. Collective.
 
     Args:
-        config: the job; where it names no rows, one of the doctor's own takes its place. Runs of a
-            few updates are written beside its output_dir, and removed.
+        config: the job; where it names neither model nor rows, one of the doctor's own takes its
+            place. Runs of a few updates are written beside its output_dir, and removed.
 
     A check that fails in an unforeseen way ends the examination, on all ranks.
     """
@@ -116,16 +119,12 @@ def _guarded(config: TrainConfig) -> Iterator[Finding]:
 
 def _examine(config: TrainConfig) -> Iterator[Finding]:
     with order.construction() as log:
-        accelerator = make_accelerator(
-            dataloader_config=DataLoaderConfiguration(non_blocking=True),
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=LIMIT_SECONDS + 30))],
-        )
+        accelerator = make_training_accelerator(LIMIT_SECONDS)
         yield machine.versions()
         yield machine.devices(accelerator.device, accelerator.mixed_precision)
         yield machine.limits(config.dataloader_num_workers)
         yield machine.clocks()
-        offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
-        yield machine.hub(_needs_hub(config), offline, hub_reachable)
+        yield machine.hub(_needs_hub(config), constants.HF_HUB_OFFLINE, hub_reachable)
         yield machine.links(accelerator.device)
         name = gather(f".doctor-{secrets.token_hex(4)}")[0]
         folder = config.output_dir.absolute().parent / name
@@ -133,27 +132,30 @@ def _examine(config: TrainConfig) -> Iterator[Finding]:
         try:
             with Watch(folder / "ranks", rank, num_ranks, LIMIT_SECONDS) as watch:
                 yield order.arrival("start")
-                yield from _on_the_job(_probe(config, folder, watch), log, watch, folder)
+                yield from _on_the_job(config, log, watch, folder)
                 watch.wait()
         finally:
             if accelerator.is_main_process:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _names_no_rows(config: TrainConfig) -> bool:
-    return config.train_file is None and config.dataset_name is None
+def _is_empty(config: TrainConfig) -> bool:
+    """Whether neither rows nor a model are named: then the doctor brings its own."""
+    names_rows = config.train_file is not None or config.dataset_name is not None
+    return not names_rows and "model_name_or_path" not in config.model_fields_set
 
 
 def _needs_hub(config: TrainConfig) -> bool:
-    if _names_no_rows(config):
-        return False
-    names = [name for name in (config.dataset_name, config.model_name_or_path) if name]
-    return not all(name.startswith("package://") or Path(name).exists() for name in names)
+    names = [config.model_name_or_path]
+    if config.train_file is None:
+        names.append(config.dataset_name or DEFAULT_DATASET)
+    on_hub = (not name.startswith("package://") and not Path(name).exists() for name in names)
+    return not _is_empty(config) and any(on_hub)
 
 
 def _probe(config: TrainConfig, folder: Path, watch: Watch) -> TrainConfig:
     """The job with few rows and updates, in a folder of its own."""
-    if _names_no_rows(config):
+    if _is_empty(config):
         with watch.first(watch.rank == 0):
             if watch.rank == 0:
                 write_sample(folder)
@@ -165,18 +167,20 @@ def _probe(config: TrainConfig, folder: Path, watch: Watch) -> TrainConfig:
         max_train_samples=min(config.max_train_samples or ROWS, ROWS), test_file=None,
         max_eval_samples=min(config.max_eval_samples or EVAL_ROWS, EVAL_ROWS), preflight="off",
         resume_from_checkpoint=None, load_best_model_at_end=False, profile=False,
-        save_total_limit=KEPT,
+        save_total_limit=KEPT, early_stopping_patience=None, on_nonfinite="stop",
     )  # fmt: skip
 
 
 def _on_the_job(
-    job: TrainConfig, log: order.Construction, watch: Watch, folder: Path
+    config: TrainConfig, log: list[bool], watch: Watch, folder: Path
 ) -> Iterator[Finding]:
-    accelerator = make_accelerator()
+    job = _probe(config, folder, watch)
+    accelerator = make_training_accelerator(LIMIT_SECONDS)
     run = _quiet(build(job, accelerator, watch))
     yield order.arrival("wrap")
     yield order.construction_order(log, watch.num_ranks)
     yield order.optimizer_holds_model(run.model, run.optimizer)
+    yield _disk(run, config)
     yield from _on_the_data(run)
     if _has_room(run):
         yield from _on_a_plain_model(run)
@@ -184,13 +188,26 @@ def _on_the_job(
         reason = "the whole model, its gradients and moments do not fit on a rank beside the run"
         yield skipped("the model alone", reason)
     yield from _on_the_replicas(run, "at the start")
-    yield from _on_the_loop(run)
-    yield from _on_the_replicas(run, "at the end")
-    yield from resume.resume(_jobs(job, watch, folder), folder, steps=1)
+    with dropout.on_cpu(accelerator.device):  # as training does
+        yield from _on_the_loop(run)
+        yield from _on_the_replicas(run, "at the end")
+        del run  # what follows needs the room for two
+        yield from resume.resume(_jobs(job, watch, folder), folder, steps=1)
+
+
+def _disk(run: Run, config: TrainConfig) -> Finding:
+    """Whether the whole job's checkpoints have room, not the probe's."""
+    assert run.config.global_batch_size is not None
+    rows = min(len(run.splits.train.store), config.max_train_samples or sys.maxsize)
+    per_epoch = math.ceil(rows / run.config.global_batch_size)
+    updates = config.max_steps or math.ceil(config.num_train_epochs * per_epoch)
+    wanted = checkpoint_bytes(run.model, config, updates, per_epoch)
+    return machine.disk(config.output_dir, wanted)
 
 
 def _quiet(run: Run) -> Run:
     run.bar = progress_bar(0, run.num_steps, False)
+    run.test_loader = None  # a data set may bring a split of its own, and a large one
     return run
 
 
@@ -208,7 +225,10 @@ def _on_the_data(run: Run) -> Iterator[Finding]:
         def __iter__(self) -> Iterator[Batch]:
             return islice(batches, share)
 
-    yield sampling.training_sampling(Epoch(), len(run.splits.train), _places)
+    if run.plan.steps_per_epoch > 1:
+        yield sampling.training_sampling(Epoch(), len(run.splits.train), _places)
+    else:  # sorted by length, it may have the same order each time
+        yield skipped(sampling.TRAINING, "an epoch is one batch")
     yield sampling.evaluation_sampling(run.validation_loader, len(run.splits.validation), _places)
 
 
@@ -218,13 +238,8 @@ def _places(batch: Batch) -> list[int]:
 
 def _has_room(run: Run) -> bool:
     """Whether every rank can hold the whole model, gradients and moments once more."""
-    device = run.accelerator.device
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = device_bytes(device) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     weights = sum(4 * p.numel() for p in run.model.parameters())
-    return bool(min(gather(free)) > 5 * weights)
+    return bool(min(gather(free_bytes(run.accelerator.device))) > 5 * weights)
 
 
 def _on_a_plain_model(run: Run) -> Iterator[Finding]:
@@ -234,7 +249,7 @@ def _on_a_plain_model(run: Run) -> Iterator[Finding]:
     model.to(device).train()
     yield _fit(run, model)
     _without_dropout(model)
-    yield tensors.aliased_parameters(model, replicas.is_sharded(run.model))
+    yield tensors.aliased_parameters(model, strategy_of(run.model).startswith("FSDP"))
     yield tensors.shared_modules(run.train_batches, model)
     parts = run.plan.micro_batches(0, run.num_micro_batches)
     micro_batches = [_batch(run, places) for places in parts if len(places)]
@@ -246,17 +261,15 @@ def _on_a_plain_model(run: Run) -> Iterator[Finding]:
     yield replicas.used_parameters(model, loss)
     yield strides.gradient_strides(model, loss)
     yield tensors.in_place(model, loss)
-    weights = sum(p.nbytes for p in model.parameters())
-    yield machine.disk(run.output_dir, 3 * weights * (1 + KEPT) + weights)
     whole = _batch(run, run.plan.global_batch(0))
     weight = run.global_weight(0)
 
     def accumulated() -> None:
         for batch in micro_batches:
-            _backward(_loss(run, model, batch) / weight)
+            torch.autograd.backward(_loss(run, model, batch) / weight)
 
     def at_once() -> None:
-        _backward(_loss(run, model, whole) / weight)
+        torch.autograd.backward(_loss(run, model, whole) / weight)
 
     if accelerator.mixed_precision == "fp16":
         yield skipped("accumulated gradient", FP16)
@@ -264,7 +277,7 @@ def _on_a_plain_model(run: Run) -> Iterator[Finding]:
         tolerance = TOLERANCE[accelerator.mixed_precision]
         yield accumulation.accumulated_gradient(model, accumulated, at_once, tolerance)
     first = _loss(run, model, whole) / weight
-    _backward(first)
+    torch.autograd.backward(first)
     if run.config.problem_type == "regression":
         yield skipped("initial loss", "nothing is known of a regression's")
     else:  # a label of several is there or not
@@ -298,10 +311,6 @@ def _loss(run: Run, model: nn.Module, batch: Batch, smoothing: float | None = No
     return weighted_loss(logits, batch["labels"], batch["weights"], smoothing)
 
 
-def _backward(loss: torch.Tensor) -> None:
-    loss.backward()  # type: ignore[no-untyped-call]
-
-
 def _without_dropout(model: nn.Module) -> None:
     """Set every dropout probability to 0, those that attention layers keep as numbers too."""
     for module in model.modules():
@@ -318,7 +327,7 @@ def _loader_speed(run: Run, model: nn.Module) -> Finding:
     )
 
     def step(batch: Batch) -> None:
-        _backward(_loss(run, model, batch))
+        torch.autograd.backward(_loss(run, model, batch))
         model.zero_grad()
 
     finding = machine.loader_speed(batches, step, run.accelerator.device)
@@ -336,7 +345,7 @@ def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
         yield skipped("overfits", "a frozen encoder learns no rows by heart")
         return
     split = run.splits.train
-    places = np.arange(len(split), dtype=np.int64)
+    places = np.arange(min(len(split), 100 * LEARNT_ROWS), dtype=np.int64)
     rows = zip(split.tokens(places), places, strict=True)
     texts = {row[..., :LEARNT_TOKENS].tobytes(): place for row, place in rows}
     chosen = np.array(list(texts.values())[:LEARNT_ROWS])
@@ -348,7 +357,7 @@ def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
 
     def step() -> float:
         loss = _loss(run, model, batch, smoothing=0.0) / len(chosen)
-        _backward(loss)
+        torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -400,14 +409,16 @@ def _alone(run: Run) -> list[tuple[float, float]]:
     config, device = run.config, run.accelerator.device
     model, _ = plain_model(config, device, run.splits.label_names, run.tokenizer)
     _without_dropout(model.to(device).train())
-    optimizer = make_optimizer(model, scaled_learning_rate(config), config.weight_decay)
+    optimizer = make_optimizer(
+        model, scaled_learning_rate(config), config.weight_decay, config.layerwise_lr_decay
+    )
     scheduler = make_scheduler(config, optimizer, run.num_steps)
     seen = []
     for step in range(run.num_steps):
         places, total = run.plan.global_batch(step), 0.0
         for part in np.array_split(places, min(run.num_micro_batches, len(places))):
             loss = _loss(run, model, _batch(run, part)) / run.global_weight(step)
-            _backward(loss)
+            torch.autograd.backward(loss)
             total += loss.item()
         limit = config.max_grad_norm or float("inf")
         norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
@@ -419,15 +430,10 @@ def _alone(run: Run) -> list[tuple[float, float]]:
 
 
 class _Job:
-    """A run of accel_ft, as `resume` drives one.
+    """A run of accel_ft, built and not started, as `resume` drives one."""
 
-    Args:
-        run: built, not started.
-        saved: where its checkpoint is, for the job that is to load it.
-    """
-
-    def __init__(self, run: Run, saved: list[Path]) -> None:
-        self.run, self.saved = run, saved
+    def __init__(self, run: Run) -> None:
+        self.run = run
         self.micro_batches: Iterator[Batch] | None = None
         self.seen: list[int] = []
         self.parts: dict[str, Any] = {
@@ -455,29 +461,20 @@ class _Job:
         return self.seen
 
     def save(self, folder: Path) -> None:
-        """Save into the run's own checkpoints."""
         self.run.save()
-        assert self.run.saved is not None
-        self.saved.append(self.run.saved)
         self.run.settle()
+        self.run.close()
 
     def load(self, folder: Path) -> None:
-        """Go on from the other job's checkpoint."""
-        checkpoint = str(self.saved[-1])
-        self.run.config = self.run.config.resolved(resume_from_checkpoint=checkpoint)
+        self.run.config = self.run.config.resolved(resume_from_checkpoint="latest")
         start_or_resume(self.run)
 
 
 def _jobs(config: TrainConfig, watch: Watch, folder: Path) -> Callable[[], _Job]:
-    """Return what builds the job anew each time, in a folder of its own."""
-    made: list[_Job] = []
-    saved: list[Path] = []
+    """Return what builds the job anew each time, in the same folder."""
+    job = config.resolved(output_dir=folder / "resume", max_steps=1000)
 
     def make() -> _Job:
-        if made:
-            made[-1].run.close()
-        job = config.resolved(output_dir=folder / f"resume_{len(made)}", max_steps=1000)
-        made.append(_Job(_quiet(build(job, make_accelerator(), watch)), saved))
-        return made[-1]
+        return _Job(_quiet(build(job, make_training_accelerator(LIMIT_SECONDS), watch)))
 
     return make

@@ -1,9 +1,4 @@
-"""Does it learn at all: a few samples by heart, and what the first steps show.
-
-What you see: a loss that stays at ln(number of classes), or falls and labels all rows alike. What
-it is: labels that do not belong to their rows, a head that gets no gradient, a learning rate of the
-wrong size, a loss of something else.
-"""
+"""Does it learn at all: a few samples by heart, and what the first steps show."""
 
 import math
 import time
@@ -71,7 +66,6 @@ def overfits(
     steps: int = 200,
     seconds: float = 15.0,
     goal: float | None = 0.1,
-    patience: int = 3,
 ) -> Finding:
     """Train on the same few samples again and again: the loss must come near zero.
 
@@ -81,8 +75,7 @@ def overfits(
         seconds: at most; a loss that has fallen by half then is enough, and a few updates tell
             nothing.
         goal: loss in nats that is near enough; None for a third of the first one, where a loss has
-            no scale of its own.
-        patience: updates in a row that must be below it.
+            no scale of its own. Three updates in a row must be below it.
     """
     check = "overfits"
     losses: list[float] = []
@@ -90,7 +83,7 @@ def overfits(
     while len(losses) < steps and time.monotonic() - started < seconds:
         losses.append(step())
         goal = losses[0] / 3 if goal is None else goal
-        if len(losses) >= patience and max(losses[-patience:]) < goal:
+        if len(losses) >= 3 and max(losses[-3:]) < goal:
             return passed(
                 check, f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} updates"
             )

@@ -13,11 +13,22 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from accel_ft.diagnosis.finding import Finding, failed, gather, listed, passed, skipped, warned
+from accel_ft.diagnosis.finding import (
+    Finding,
+    failed,
+    gather,
+    listed,
+    num_ranks,
+    passed,
+    skipped,
+    warned,
+)
 
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "numpy")
 MIB = 2**20
 OPEN_FILES = 1024
+REDUCED_BYTES = (4 * 1024, MIB, 16 * MIB)
+TIMED_BATCHES = 8
 SHARED_BYTES = 256 * MIB
 SKEW_SECONDS = 2.0
 
@@ -25,7 +36,7 @@ SKEW_SECONDS = 2.0
 def versions() -> Finding:
     """Compare the versions of the libraries over the ranks. Collective."""
     check = "versions"
-    ranks = gather({name: _version(name) for name in PACKAGES})
+    ranks = gather({name: importlib.metadata.version(name) for name in PACKAGES})
     differing = [name for name in PACKAGES if len({rank[name] for rank in ranks}) > 1]
     if differing:
         words = [f"{name} {' / '.join(rank[name] for rank in ranks)}" for name in differing]
@@ -34,19 +45,9 @@ def versions() -> Finding:
     return passed(check, ", ".join(f"{name} {ranks[0][name]}" for name in PACKAGES))
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"
-
-
 def devices(device: torch.device, precision: str) -> Finding:
-    """Describe each rank's device, and whether it computes in the precision asked for. Collective.
-
-    Args:
-        device: of this rank.
-        precision: "no", "bf16" or "fp16".
+    """Describe each rank's device, and whether it computes in the precision asked for ("no",
+    "bf16" or "fp16"). Collective.
     """
     check = "device"
     if device.type == "cuda":
@@ -54,9 +55,10 @@ def devices(device: torch.device, precision: str) -> Finding:
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         place = str(torch.cuda.get_device_properties(device).uuid)
     else:
-        name = f"{device.type}, {torch.get_num_threads()} threads"
-        has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        place = ""
+        name, place = f"{device.type}, {torch.get_num_threads()} threads", ""
+        has_bf16 = device.type != "cpu" or any(
+            has and "bf16" in name for name, has in torch.cpu.get_capabilities().items()
+        )
     ranks = gather((name, has_bf16, place))
     about = listed(sorted({name for name, _, _ in ranks}))
     backend = f", {dist.get_backend()}" if dist.is_initialized() else ""
@@ -73,21 +75,15 @@ def devices(device: torch.device, precision: str) -> Finding:
     return passed(check, f"{len(ranks)} x {about}{backend}")
 
 
-def links(device: torch.device, sizes: tuple[int, ...] = (4 * 1024, MIB, 16 * MIB)) -> Finding:
-    """Time all-reduces of some sizes. Collective.
-
-    Args:
-        device: of the tensors.
-        sizes: bytes.
-
-    Returns:
-        Microseconds and, by the ring's 2 (N - 1) / N bytes a byte, GB/s of each size.
+def links(device: torch.device) -> Finding:
+    """Time all-reduces of some sizes: microseconds and, by the ring's 2 (N - 1) / N bytes a byte,
+    GB/s of each. Collective.
     """
     check = "all-reduce"
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    count, words = num_ranks(), []
+    if count == 1:
         return skipped(check, "one process: nothing is sent")
-    count, words = dist.get_world_size(), []
-    for size in sizes:
+    for size in REDUCED_BYTES:
         tensor = torch.ones(size // 4, device=device)
         dist.all_reduce(tensor)
         times = []
@@ -118,7 +114,7 @@ def _wait(device: torch.device) -> None:
 
 
 def loader_speed(
-    batches: Iterable[Any], step: Callable[[Any], Any], device: torch.device, count: int = 8
+    batches: Iterable[Any], step: Callable[[Any], Any], device: torch.device
 ) -> Finding:
     """Compare the seconds a batch takes to come with those its step takes.
 
@@ -126,12 +122,11 @@ def loader_speed(
         batches: the training loader.
         step: forward and backward of one batch.
         device: waited for after each step.
-        count: batches to measure, after two to warm up.
     """
     check = "loader"
     waits, steps = [], []
     start = time.perf_counter()
-    for batch in islice(batches, count + 2):
+    for batch in islice(batches, TIMED_BATCHES + 2):
         arrived = time.perf_counter()
         step(batch)
         _wait(device)
@@ -169,7 +164,7 @@ def limits(num_workers: int = 0) -> Finding:
 def clocks() -> Finding:
     """Compare the clocks of the ranks' machines. Collective."""
     check = "clocks"
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if num_ranks() == 1:
         return skipped(check, "one process: one clock")
     spreads = []
     for _ in range(3):
@@ -183,7 +178,7 @@ def clocks() -> Finding:
 
 
 def hub(needed: bool, offline: bool, reachable: Callable[[], bool]) -> Finding:
-    """Say whether the Hub can be reached.
+    """Say whether the Hub can be reached, where the job needs it.
 
     Args:
         needed: whether the job names a model or data set that is no folder or file.
@@ -193,22 +188,17 @@ def hub(needed: bool, offline: bool, reachable: Callable[[], bool]) -> Finding:
     check = "Hub"
     if offline:
         return skipped(check, "HF_HUB_OFFLINE is set: models and data come from disk")
+    if not needed:
+        return skipped(check, "the job needs nothing of it")
     if reachable():
         return passed(check, "can be reached")
-    if not needed:
-        return passed(check, "cannot be reached, and the job needs nothing of it")
     return warned(
         check, "cannot be reached", "models and data from folders and files, and HF_HUB_OFFLINE=1"
     )
 
 
 def disk(folder: Path, wanted: int) -> Finding:
-    """Compare the free bytes of a folder's disk with what a run's checkpoints need.
-
-    Args:
-        folder: the run's, or the nearest one above it that exists.
-        wanted: bytes.
-    """
+    """Compare the free bytes of a folder's disk with the bytes a run's checkpoints need."""
     check = "disk"
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free

@@ -1,15 +1,8 @@
-"""What was built in the wrong order: before the process group, before wrapping, or out of step.
-
-What you see: each rank trains alone; weights that never change; a hang at the first collective.
-What it is: a DataLoader or a model that was built while the process believed to be the only one; an
-optimizer that holds the parameters from before FSDP replaced them; a rank that comes to `prepare`
-minutes after the others.
-"""
+"""What was built in the wrong order: before the process group, before wrapping, or out of step."""
 
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -23,50 +16,31 @@ from accel_ft.diagnosis.finding import Finding, failed, gather, listed, passed, 
 SPREAD_SECONDS = 5.0
 
 
-@dataclass
-class Construction:
-    """What was built, in order: (what, whether a process group existed)."""
-
-    events: list[tuple[str, bool]] = field(default_factory=list)
-
-    def add(self, what: str) -> None:
-        """Note that `what` happened now."""
-        self.events.append((what, dist.is_initialized()))
-
-
 @contextlib.contextmanager
-def construction() -> Iterator[Construction]:
-    """Record, while the body builds its parts, what is made before the process group exists."""
-    log = Construction()
+def construction() -> Iterator[list[bool]]:
+    """Note of each DataLoader that the body builds whether there was a process group by then."""
+    log: list[bool] = []
+    original = DataLoader.__init__
 
-    def noting(owner: Any, name: str, what: str) -> Any:
-        original = getattr(owner, name)
+    def noted(self: Any, *args: Any, **kwargs: Any) -> None:
+        log.append(dist.is_initialized())
+        original(self, *args, **kwargs)
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            log.add(what)
-            return original(*args, **kwargs)
-
-        return mock.patch.object(owner, name, noted)
-
-    with contextlib.ExitStack() as patches:
-        patches.enter_context(noting(DataLoader, "__init__", "DataLoader"))
-        patches.enter_context(noting(torch.optim.Optimizer, "__init__", "optimizer"))
-        patches.enter_context(noting(dist, "init_process_group", "process group"))
+    with mock.patch.object(DataLoader, "__init__", noted):
         yield log
 
 
-def construction_order(log: Construction, num_ranks: int) -> Finding:
-    """Judge what `construction` recorded.
+def construction_order(log: list[bool], num_ranks: int) -> Finding:
+    """Judge what `construction` noted on this rank. Collective.
 
     Args:
-        log: of one rank.
+        log: from `construction`.
         num_ranks: how many ranks the launcher started.
     """
     check = "order of construction"
     if num_ranks == 1:
         return skipped(check, "one process: there is no group to be late")
-    early = sum(what == "DataLoader" and not had_group for what, had_group in log.events)
-    ranks = gather((early, dist.is_initialized()))
+    ranks = gather((log.count(False), dist.is_initialized()))
     if not all(has_group for _, has_group in ranks):
         return failed(check, "there is no process group", "Accelerator() or init_process_group()")
     at_fault = [rank for rank, (early, _) in enumerate(ranks) if early]
@@ -78,7 +52,7 @@ def construction_order(log: Construction, num_ranks: int) -> Finding:
             "make the Accelerator (or init_process_group) first, then the DataLoader; see "
             "`training rows` for whether the ranks share their rows",
         )
-    return passed(check, f"{len(log.events)} parts, the process group first")
+    return passed(check, f"{len(log)} DataLoaders, the process group first")
 
 
 def optimizer_holds_model(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Finding:
@@ -111,18 +85,19 @@ def optimizer_holds_model(model: nn.Module, *optimizers: torch.optim.Optimizer) 
 
 
 def arrival(stage: str, limit_seconds: float = SPREAD_SECONDS) -> Finding:
-    """Measure how far apart the ranks arrive here, by their machines' clocks. Collective: where a
-    rank never arrives, `postmortem.Stages` tells.
+    """Measure how far apart the ranks arrive here, by how long each waits for the others.
+    Collective: where a rank never arrives, `postmortem.Stages` tells.
 
     Args:
         stage: its name.
         limit_seconds: above which it is a warning.
     """
     check = f"arrival at {stage}"
-    times = gather(time.time())
-    gather(None)  # so that no rank measures the next stage before all have left this one
-    spread, last = max(times) - min(times), times.index(max(times))
-    about = f"{spread:.2f} s between the first and the last of {len(times)} ranks"
+    started = time.monotonic()
+    gather(None)
+    waits = gather(time.monotonic() - started)
+    spread, last = max(waits) - min(waits), waits.index(min(waits))
+    about = f"{spread:.2f} s between the first and the last of {len(waits)} ranks"
     if spread > limit_seconds:
         return warned(
             check,

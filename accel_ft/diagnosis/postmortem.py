@@ -1,9 +1,7 @@
 """Crashes without a trace, and hangs: which rank, at which stage, with which Python stack.
 
-What you see: "exit code -11" and no more; a job that ends well with a rank missing; GPUs at 100 %
-and no progress. What it is: a rank that died in C code, left by os._exit, swallowed its exception,
-ran out of data before the others, or waits in another collective than they do. The ranks write down
-where they are (`Stages`), Python's faulthandler writes the stack, and `post_mortem` reads both.
+The ranks write down where they are (`Stages`), Python's faulthandler writes the stack, and
+`post_mortem` reads both.
 """
 
 import contextlib

@@ -1,21 +1,24 @@
-"""Replicas that are not: parameters, buffers or gradients that differ between ranks.
-
-What you see: a loss that is well on rank 0 and a model that is worse than it should be; metrics
-that depend on which rank speaks. What it is: weights drawn from another seed on each rank and never
-sent round, a buffer that each rank keeps for itself, a rank that skipped its backward pass or
-changed its gradients after DDP had summed them, a parameter without a gradient.
-"""
+"""Replicas that are not: parameters, buffers or gradients that differ between ranks."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import xxhash
-from torch import distributed as dist
 from torch import nn
 
-from accel_ft.diagnosis.finding import Finding, failed, gather, listed, passed, skipped, warned
-from accel_ft.diagnosis.gradients import backward, gradients_of
+from accel_ft.diagnosis.finding import (
+    Finding,
+    failed,
+    gather,
+    listed,
+    num_ranks,
+    passed,
+    skipped,
+    warned,
+)
+from accel_ft.diagnosis.gradients import gradients_of
+from accel_ft.runtime.fsdp import strategy_of
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -44,19 +47,10 @@ def _differing(tensors: Tensors) -> tuple[list[str], int, list[int]]:
     return differing, len(names), sorted(odd)
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP, of either version, has given each rank a share of the parameters."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules()) or any(
-        hasattr(p, "to_local") for p in model.parameters()
-    )
-
-
 def _alike(check: str, model: nn.Module, tensors: Tensors, mend: str) -> Finding:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if num_ranks() == 1:
         return skipped(check, "one process: nothing to compare with")
-    if is_sharded(model):
+    if strategy_of(model).startswith("FSDP"):
         return skipped(check, "each rank holds its own share under FSDP")
     differing, count, odd = _differing(tensors)
     if differing:
@@ -111,7 +105,7 @@ def used_parameters(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Findi
     """Find trainable parameters that the loss of a batch does not depend on."""
     check = "used parameters"
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    gradients = gradients_of(model, lambda: backward(loss()))
+    gradients = gradients_of(model, lambda: torch.autograd.backward(loss()))
     unused = [name for name, _ in named if name not in gradients]
     if unused:
         return warned(
@@ -132,7 +126,7 @@ def same_loss(loss: Callable[[Any], torch.Tensor], batch: Any) -> Finding:
         batch: tensors on the CPU; rank 0's is taken.
     """
     check = "same loss"
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if num_ranks() == 1:
         return skipped(check, "one process: nothing to compare with")
     first = gather(batch)[0]
     with torch.no_grad():

@@ -1,12 +1,8 @@
 """A checkpoint that does not come back: what differs after save, load and one step.
 
-What you see: a jump in the loss at each resume; an epoch that is cut short; a learning rate that
-starts over. What it is: a part that is not saved (scheduler, scaler, random numbers, position in
-the data), or that is saved and not loaded. It is found by doing it: train, save, go on; build anew,
-load, go on; and comparing part by part.
+It is found by doing it: train, save, go on; build anew, load, go on; and comparing part by part.
 """
 
-import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from accel_ft.diagnosis.finding import Finding, failed, gather, listed, passed, skipped
+from accel_ft.diagnosis.finding import Finding, failed, gather, listed, passed
 from accel_ft.diagnosis.replicas import digest
 
 
@@ -29,7 +25,7 @@ class Job(Protocol):
     parts: dict[str, Any]
 
     def step(self) -> Any:
-        """Do one update; return what tells its samples apart (their ids), or None."""
+        """Do one update; return what tells its samples apart: their ids."""
 
     def save(self, folder: Path) -> None:
         """Save a checkpoint."""
@@ -56,7 +52,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         local = value.to_local() if hasattr(value, "to_local") else value
         yield path, digest(local)
     elif isinstance(value, np.ndarray):
-        yield path, hashlib.blake2b(value.tobytes()).hexdigest()
+        yield path, digest(torch.from_numpy(value))
     elif isinstance(value, Mapping):
         for key, each in value.items():
             yield from _leaves(each, f"{path}.{key}")
@@ -100,6 +96,7 @@ def resume(make: Callable[[], Job], folder: Path, steps: int = 3) -> list[Findin
     saved = snapshot(job)
     samples = job.step()
     after = snapshot(job)
+    del job  # two at once may be more than the device holds
     torch.manual_seed(torch.initial_seed() + 1)  # a load must bring the random numbers back
     random.seed(1), np.random.seed(1)
     again = make()
@@ -113,9 +110,7 @@ def resume(make: Callable[[], Job], folder: Path, steps: int = 3) -> list[Findin
         )
     read = again.step()
     check = "resume: position in the data"
-    if samples is None:
-        findings.append(skipped(check, "step() does not say which samples it reads"))
-    elif any(gather(list(_leaves(read, "")) != list(_leaves(samples, "")))):
+    if any(gather(list(_leaves(read, "")) != list(_leaves(samples, "")))):
         findings.append(
             failed(
                 check,

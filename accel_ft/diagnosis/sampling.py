@@ -1,18 +1,13 @@
-"""Who reads what: every rank the same rows, the same order each epoch, rows counted twice.
-
-What you see: N GPUs, no faster per epoch and no better than one; or an accuracy that changes with
-the number of ranks. What it is: a DataLoader that was not given a distributed sampler (or was built
-before the process group, when there was but one rank), so that each rank reads all rows; a sampler
-whose `set_epoch` is never called; rows that a distributed sampler repeats to make the ranks even,
-counted in an evaluation. It is measured by what the loader yields, not by how it is built.
+"""Who reads what: every rank the same rows, the same order each epoch, rows counted twice; measured
+by what the loader yields, not by how it is built.
 """
 
-import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import recursively_apply
 
 from accel_ft.diagnosis.finding import (
     Finding,
@@ -24,6 +19,7 @@ from accel_ft.diagnosis.finding import (
     skipped,
     warned,
 )
+from accel_ft.diagnosis.replicas import digest
 
 TRAINING, EVALUATION = "training rows", "evaluation rows"
 DRAWN_WITH_REPLACEMENT = 0.45  # share of the rows that is left out, and some more: 1 / e
@@ -39,28 +35,11 @@ def row_ids(batch: Any) -> list[Any]:
     Rows that are augmented, or padded to the longest of their batch, have another hash each time:
     give the loader's rows numbers and pass `ids`.
     """
-    tensors = [tensor for tensor in _tensors(batch) if tensor.ndim > 0]
-    tensors = [tensor for tensor in tensors if len(tensor) == len(tensors[0])]
-    rows = len(tensors[0]) if tensors else 0
-    return [
-        hashlib.blake2b(b"".join(_bytes(tensor[row]) for tensor in tensors)).hexdigest()[:16]
-        for row in range(rows)
-    ]
-
-
-def _bytes(row: torch.Tensor) -> bytes:
-    return row.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-
-
-def _tensors(batch: Any) -> Iterable[torch.Tensor]:
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _tensors(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from _tensors(value)
+    found: list[torch.Tensor] = []
+    recursively_apply(found.append, batch)
+    tensors = [tensor for tensor in found if tensor.ndim > 0]
+    rows = (tensor for tensor in tensors if len(tensor) == len(tensors[0]))
+    return ["".join(map(digest, row)) for row in zip(*rows, strict=True)]
 
 
 class _Read(NamedTuple):
@@ -74,16 +53,15 @@ class _Read(NamedTuple):
 def _read(loader: Iterable[Any], ids: Callable[[Any], list[Any]]) -> list[_Read]:
     """Read a loader to its end on every rank. Collective, also where a rank cannot."""
     names: list[Any] = []
-    largest = 0
+    largest, fault = 0, ""
     try:
         for batch in loader:
             found = ids(batch)
             names += found
             largest = max(largest, len(found))
-        mine = _Read(names, largest)
     except Exception as error:
-        mine = _Read(names, largest, f"{type(error).__name__}: {error}")
-    return gather(mine)
+        fault = f"{type(error).__name__}: {error}"
+    return gather(_Read(names, largest, fault))
 
 
 def training_sampling(

@@ -1,12 +1,9 @@
 """Gradients whose memory is laid out otherwise than DDP's buckets: copied at every step, with a
 warning that is easily misread.
 
-What you see: "Grad strides do not match bucket view strides". What it is: with
-`gradient_as_bucket_view` a gradient is a view of its bucket, laid out as the parameter is. Autograd
-lays gradients out so, too, except where the strides differ only in dimensions of size 1: a
-convolution with one input channel that is fed channels_last, [64, 1, 3, 3] with strides
-(9, 1, 3, 1). `grad.contiguous()` in a hook does nothing: that tensor counts as contiguous with any
-stride there, and keeps it.
+With `gradient_as_bucket_view` a gradient is a view of its bucket, laid out as the parameter is.
+Autograd lays gradients out so, too, except where the strides differ only in dimensions of size 1.
+`grad.contiguous()` in a hook does nothing: that tensor counts as contiguous with any stride there.
 """
 
 from collections.abc import Callable
@@ -16,7 +13,7 @@ import torch
 from torch import nn
 
 from accel_ft.diagnosis.finding import Finding, failed, listed, passed
-from accel_ft.diagnosis.gradients import backward, gradients_of
+from accel_ft.diagnosis.gradients import gradients_of
 
 CHECK = "gradient strides"
 MEND = (
@@ -50,7 +47,7 @@ def gradient_strides(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Find
         FAIL with name, shape and both strides of those that differ.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    gradients = gradients_of(model, lambda: backward(loss()))
+    gradients = gradients_of(model, lambda: torch.autograd.backward(loss()))
     differing = [
         f"{name} {list(p.shape)}: gradient {gradients[name].stride()}, bucket {bucket_strides(p)}"
         for name, p in named

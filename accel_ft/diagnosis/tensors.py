@@ -1,11 +1,5 @@
-"""Tensors that do not belong where they are.
-
-What you see: "Cannot re-initialize CUDA in forked subprocess", memory that grows with each worker,
-weights that train twice or not at all under sharding, "modified by an inplace operation". What it
-is: a data set that yields tensors of the GPU or holds a model, one module in the data set and in
-the model, parameters that are views of one memory, operations in place on what the backward pass
-needs.
-All of it is found by looking at the objects and by running, never by reading the source.
+"""Tensors that do not belong where they are; found by looking at the objects and by running, never
+by reading the source.
 """
 
 import contextlib
@@ -20,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_ft.diagnosis.finding import Finding, failed, listed, passed, skipped, warned
-from accel_ft.diagnosis.gradients import backward, gradients_of
+from accel_ft.diagnosis.gradients import gradients_of
 
 LARGE_BYTES = 64 * 2**20
 LONG_LIST = 1_000_000
@@ -181,7 +175,7 @@ def in_place(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Finding:
         with torch.autograd.set_detect_anomaly(True, check_nan=False):
             value = loss()
             changed = [n for n, p in model.named_parameters() if p._version != versions[n]]
-            gradients_of(model, lambda: backward(value))
+            gradients_of(model, lambda: torch.autograd.backward(value))
     except RuntimeError as error:
         if "inplace operation" not in str(error) and "in-place operation" not in str(error):
             return skipped(check, f"the loss could not be computed: {error}")

@@ -4,12 +4,14 @@ import hashlib
 import json
 import logging
 import math
+import shutil
 from functools import partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, set_seed
+from torch import nn
 
 from accel_ft.checkpoint import state, transaction
 from accel_ft.config import TrainConfig
@@ -41,39 +43,23 @@ logger = logging.getLogger(__name__)
 DEFAULT_GLOBAL_BATCH_SIZE = 32
 ORDER_HASH_STEPS = 256
 IDENTITY_KEYS = {
-    "model_name_or_path",
-    "max_seq_length",
-    "global_batch_size",
-    "seed",
-    "learning_rate",
-    "lr_scaling",
-    "lr_reference_batch_size",
-    "lr_scheduler_type",
-    "warmup_steps",
-    "weight_decay",
-    "max_grad_norm",
-    "problem_type",
-    "class_weights",
-    "label_smoothing_factor",
-    "oversampling",
-    "freeze",
-    "lora_r",
-    "lora_alpha",
-    "lora_dropout",
-    "lora_target_modules",
-    "layerwise_lr_decay",
-}
+    "model_name_or_path", "max_seq_length", "global_batch_size", "seed", "learning_rate",
+    "lr_scaling", "lr_reference_batch_size", "lr_scheduler_type", "warmup_steps", "weight_decay",
+    "max_grad_norm", "problem_type", "class_weights", "label_smoothing_factor", "oversampling",
+    "freeze", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "layerwise_lr_decay",
+}  # fmt: skip
 
 
 def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     """Make the parts of a run: data, plan, model, optimizer, schedule, loaders. Collective."""
     folder = load.resolve(config.model_name_or_path)
     tokenizer = load.load_tokenizer(folder)
-    limit = load.position_limit(load.load_model_config(folder), tokenizer)
-    load.check_max_seq_length(config.max_seq_length, limit)
+    base = load.load_model_config(folder)
+    load.check_max_seq_length(config.max_seq_length, load.position_limit(base, tokenizer))
     watch.stage("data")
     with watch.first(accelerator.is_local_main_process):  # it tokenises, others find its cache
-        splits = load_splits(config, tokenizer, config.max_train_samples)
+        splits = load_splits(config, tokenizer, load.labels_of(base))
+    _warn_of_other_labels(config, splits.label_names, load.labels_of(base))
     splits.train.class_weights = class_weights(
         config.class_weights, splits.train, splits.label_names
     )
@@ -129,6 +115,15 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
         ),
         trackers=trackers,
     )
+
+
+def _warn_of_other_labels(config: TrainConfig, names: list[str], known: list[str]) -> None:
+    if len(known) == len(names) and known != names and config.problem_type != "regression":
+        pairs = ", ".join(f"{a} -> {b}" for a, b in zip(known, names, strict=True))
+        logger.warning(
+            "the head of %s is kept, though it was trained for other labels: %s",
+            config.model_name_or_path, pairs,
+        )  # fmt: skip
 
 
 def plain_model(
@@ -194,7 +189,6 @@ def _fitted(
     size = config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
     rows = -(-size // accelerator.num_processes)
     model, _ = plain_model(config, accelerator.device, splits.label_names, tokenizer)
-    model.to(accelerator.device).train()
     found = largest_micro_batch(config, accelerator, watch, model, splits.train, pad, rows)
     return config.resolved(per_device_train_batch_size=found, global_batch_size=size)
 
@@ -286,18 +280,37 @@ def _check_space(run: Run) -> None:
     Raises:
         CheckpointError: it has not.
     """
-    config, updates = run.config, run.num_steps - run.step
+    there = len(transaction.list_published(run.checkpoints))
+    updates, per_epoch = run.num_steps - run.step, run.plan.steps_per_epoch
+    wanted = checkpoint_bytes(run.model, run.config, updates, per_epoch, there)
+    free = shutil.disk_usage(run.output_dir).free
+    if free < wanted:
+        raise CheckpointError(
+            f"output_dir={run.output_dir}: {free / 1e6:,.0f} MB are free on its disk, this run "
+            f"needs {wanted / 1e6:,.0f} MB. Fix: free some, another output_dir, or a smaller "
+            "save_total_limit"
+        )
+
+
+def checkpoint_bytes(
+    model: nn.Module, config: TrainConfig, updates: int, steps_per_epoch: int, there: int = 0
+) -> int:
+    """Return the bytes of all checkpoints that will be there at once, and of the final model.
+
+    Args:
+        updates: that are left.
+        there: checkpoints that are there already.
+    """
     saves = math.ceil(updates / config.save_steps)
     if config.load_best_model_at_end:
-        saves += math.ceil(updates / (config.eval_steps or run.plan.steps_per_epoch))
-    there = len(transaction.list_published(run.checkpoints))
+        saves += math.ceil(updates / (config.eval_steps or steps_per_epoch))
     if config.save_total_limit is not None:  # one more while the newest is written
         at_once = config.save_total_limit + 1 + config.load_best_model_at_end
         saves = max(min(saves, at_once - there), 0)
-    weights = sum(4 * parameter.numel() for parameter in run.model.parameters())
-    trained = sum(4 * p.numel() for p in run.model.parameters() if p.requires_grad)
+    weights = sum(4 * parameter.numel() for parameter in model.parameters())
+    trained = sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
     saved = 2 * trained + (weights if config.lora_r is None else trained)
-    transaction.require_space(run.output_dir, saved * saves + weights, "this run")
+    return saved * saves + weights
 
 
 def _describe(run: Run) -> None:

@@ -20,9 +20,10 @@ def clip(accelerator: Accelerator, model: nn.Module, optimizer: Any, max_norm: f
         A scalar tensor on the gradients' device.
     """
     if accelerator.scaler is not None or hasattr(model, "clip_grad_norm_"):
-        return accelerator.clip_grad_norm_(model.parameters(), max_norm)
+        norm: Any = accelerator.clip_grad_norm_(model.parameters(), max_norm)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm: Any = get_total_norm(gradients)
+    norm = get_total_norm(gradients)
     if hasattr(norm, "full_tensor"):
         norm = norm.full_tensor()
     optimizer.optimizer.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)

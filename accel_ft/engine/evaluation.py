@@ -115,7 +115,7 @@ def write_predictions(
     labels, rows = split.labels(places), split.ids(places)
     wrong, pairs = mistakes(logits, labels, label_names, thresholds)
     worst = np.argsort(-wrong, kind="stable")[: min(MISTAKES, int((wrong > 0).sum()))]
-    texts = source.texts(config.columns, set(rows[worst].tolist()))
+    texts = source.texts(config, set(rows[worst].tolist()))
     measure = "error" if config.problem_type == "regression" else "confidence"
     lines = [
         {

@@ -3,7 +3,6 @@ a rank that runs out of memory leaves the others waiting.
 """
 
 import logging
-import os
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from accel_ft.data.loader import Padding
 from accel_ft.data.splits import Split
 from accel_ft.engine.step import forward, weighted_loss
 from accel_ft.errors import ConfigError
-from accel_ft.model.memory import RESERVE, Need, device_bytes, name_of, need
+from accel_ft.model.memory import RESERVE, Need, device_bytes, free_bytes, name_of, need
 from accel_ft.runtime.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -48,15 +47,10 @@ def measured_need(accelerator: Accelerator, model: Any, split: Split, pad: Paddi
 
 
 def strategy_and_memory(accelerator: Accelerator) -> tuple[str, int]:
-    """Return this module's name of the strategy, and the bytes of a rank's device (its share of a
-    CPU's memory).
-    """
+    """Return `model.memory`'s name of the strategy, and the bytes of a rank's device."""
     policy = getattr(getattr(accelerator.state, "fsdp_plugin", None), "cpu_offload", None)
     offloads = isinstance(policy, CPUOffloadPolicy) or getattr(policy, "offload_params", False)
-    capacity = device_bytes(accelerator.device)
-    if accelerator.device.type == "cpu":
-        capacity //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return name_of(accelerator.distributed_type, offloads), capacity
+    return name_of(accelerator.distributed_type, offloads), device_bytes(accelerator.device)
 
 
 def largest_micro_batch(
@@ -71,12 +65,19 @@ def largest_micro_batch(
     """Return the most samples of a micro-batch that fit on every rank, the same on all. Collective.
 
     Args:
-        model: not wrapped, on its device, in training mode.
+        model: not wrapped.
         rows: samples of an update that a rank has in all; more are not needed.
 
     Raises:
         ConfigError: not one fits.
     """
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    if min(watch.tell(free_bytes(accelerator.device))) < 2 * whole:
+        raise ConfigError(
+            f"per_device_train_batch_size=auto: the whole model, {whole / 2**20:,.0f} MiB, has no "
+            "room on a device to be measured on. Fix: a number; `accel_ft.doctor` counts"
+        )
+    model.to(accelerator.device).train()
     wanted = measured_need(accelerator, model, split, pad)
     strategy, capacity = strategy_and_memory(accelerator)
     free = int(capacity * (1 - RESERVE)) - wanted.on_rank(strategy, accelerator.num_processes, 0)

@@ -4,9 +4,8 @@ import logging
 import math
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,19 +22,12 @@ logger = logging.getLogger(__name__)
 IN_A_ROW = 10  # updates that `skip` or `rollback` put up with
 
 
-@dataclass
-class Outcome:
-    """Losses and gradient norm of an update, on their way from the device.
+class Outcome(NamedTuple):
+    """Losses and gradient norm of an update, on their way from the device."""
 
-    Attributes:
-        step: of the update, counted from 0.
-        values: the rank's loss of each micro-batch, and the norm; float32 [micro-batches + 1].
-        arrived: when `values` can be read; None for now.
-    """
-
-    step: int
-    values: torch.Tensor
-    arrived: Any = None
+    step: int  # of the update, counted from 0
+    values: torch.Tensor  # this rank's loss of each micro-batch, and the norm, float32
+    arrived: Any = None  # an event, when they can be read; None for now
 
 
 def all_finite(run: Run, grad_norm: torch.Tensor) -> bool:
@@ -68,15 +60,14 @@ def all_finite(run: Run, grad_norm: torch.Tensor) -> bool:
 
 def _is_late(run: Run) -> bool:
     """Whether outcomes are read an update later."""
-    return run.accelerator.device.type == "cuda" and run.accelerator.scaler is None
+    where = next(run.model.parameters()).device.type  # offloaded, the CPU, which would not wait
+    return where == "cuda" and run.accelerator.scaler is None
 
 
 def _measure(run: Run, grad_norm: torch.Tensor) -> Outcome:
     """Collect what tells whether an update is finite; where that is read late, have the device
     itself skip one that is not.
     """
-    if hasattr(grad_norm, "full_tensor"):
-        grad_norm = grad_norm.full_tensor()
     values = torch.stack([*run.losses, grad_norm.to(run.losses[0])])  # offloaded, it is on the CPU
     run.losses.clear()
     if not _is_late(run):
@@ -121,7 +112,6 @@ def may_skip(run: Run) -> bool:
     if run.accelerator.scaler is not None:
         run.accelerator.scaler.update()  # its step was left out
     outcome = run.outcomes.popleft()
-    run.outcomes.clear() if run.config.on_nonfinite != "skip" else None
     places, losses = _nonfinite_places(run, outcome)
     ids = run.splits.train.ids(places).tolist()
     policy, number = run.config.on_nonfinite, outcome.step + 1

@@ -35,9 +35,7 @@ from accel_ft.runtime.watch import Watch
 
 logger = logging.getLogger(__name__)
 
-
-class _Interrupted(Exception):
-    """A signal came during an evaluation; raised on all ranks before the same batch."""
+SAVED = ("step", "loss_weight", "best", "num_worse", "eval_is_due")  # in trainer_state.json as here
 
 
 @dataclass(kw_only=True)
@@ -103,6 +101,8 @@ class Run:
     batches: Any = None
     """The iterator of `loader`."""
     profiler: Any = None
+    saved_step: int = -1
+    """Update of the checkpoint that was written or loaded last."""
     saved: Path | None = None
     """The checkpoint that was written last, until all ranks know that it is published."""
     publisher: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
@@ -140,11 +140,8 @@ class Run:
                 self.profiler = make_profiler(self.output_dir / "profile", rank)
                 self.profiler.start()
         self.timed_since = time.monotonic()
-        if self.eval_is_due:
-            try:
-                self.evaluate()
-            except _Interrupted:
-                self._end_early()
+        if self.eval_is_due and self.evaluate():
+            self.save()
         start = self.step * self.num_micro_batches
         workers = self.config.dataloader_num_workers
         self.loader = make_loader(self.accelerator, self.train_batches, start, workers)
@@ -183,19 +180,17 @@ class Run:
         state.check_same_run(folder, saved["identity"], self.identity, self.config.allow_changed)
         state.load(self.accelerator, folder, saved, self.config.seed)
         self.scheduler.load_state_dict(saved["scheduler"])
-        self.step, self.loss_weight = saved["step"], saved["loss_weight"]
-        self.best, self.num_worse = saved["best"], saved["num_worse"]
-        self.eval_is_due = saved["eval_is_due"]
+        for name in SAVED:
+            setattr(self, name, saved[name])
+        self.saved_step = self.step
         self.passed_over |= set(saved["passed_over"])
-        if self.best is not None and self.best["metric"] != self.config.best_metric:
-            logger.warning("best was that of %s: best starts anew", self.best["metric"])
-            self.best, self.num_worse = None, 0
-        keeps_best = self.config.load_best_model_at_end and self.best is not None
-        if keeps_best and not self._best_folder().is_dir():
-            logger.warning(
-                "the best checkpoint, %s, is gone: best starts anew", self._best_folder()
-            )
-            self.best, self.num_worse = None, 0
+        if self.best is not None:
+            other_metric = self.best["metric"] != self.config.best_metric
+            is_gone = self._protected_step is not None and not self._best_folder().is_dir()
+            if other_metric or is_gone:
+                what = f"of {self.best['metric']}" if other_metric else "whose checkpoint is gone"
+                logger.warning("best was that %s: best starts anew", what)
+                self.best, self.num_worse = None, 0
         sums, rank = saved["loss_sums"], self.accelerator.process_index
         if len(sums) == self.accelerator.num_processes:
             self.loss_sum = sums[rank]
@@ -219,7 +214,9 @@ class Run:
     def is_due(self) -> bool:
         """Return whether something is to be done after the present update that must know it."""
         every = (self.config.logging_steps, self._eval_steps, self.config.save_steps)
-        return self.stop_signal > 0 or any(self._falls_on(self.step + 1, n) for n in every)
+        following = self.step + 1
+        is_due = any(self._falls_on(following, number) for number in every)
+        return is_due or self.stop_signal > 0 or following in self.passed_over
 
     def _falls_on(self, step: int, every: int) -> bool:
         return step == self.num_steps or step % every == 0
@@ -241,12 +238,7 @@ class Run:
             self.profiler.step()
         if self._falls_on(self.step, self.config.logging_steps):
             self.log(learning_rate)
-        is_best = False
-        if self._falls_on(self.step, self._eval_steps):
-            try:
-                is_best = self.evaluate()
-            except _Interrupted:
-                self.eval_is_due = True
+        is_best = self._falls_on(self.step, self._eval_steps) and self.evaluate()
         due = is_best or self._falls_on(self.step, self.config.save_steps)
         if due or self.stop_signal or self.is_over:
             self.save()
@@ -266,9 +258,13 @@ class Run:
         )
 
     def _check_stop(self) -> None:
+        """End an evaluation where a signal came; all ranks do before the same batch. Collective."""
         (self.stop_signal,) = self.watch.agree(self.watch.stop_signal)
         if self.stop_signal:
-            raise _Interrupted
+            if self.saved_step != self.step:
+                self.eval_is_due = True
+                self.save()
+            self._end_early()
 
     def log(self, learning_rate: float) -> None:
         """Write a train event. Collective."""
@@ -349,16 +345,12 @@ class Run:
         started = time.monotonic()
         self.settle()
         self.events.sync()
-        trainer_state = {
-            "step": self.step,
+        trainer_state = {name: getattr(self, name) for name in SAVED} | {
             "num_processes": self.accelerator.num_processes,
+            "device": self.accelerator.device.type,
             "identity": self.identity,
             "scheduler": self.scheduler.state_dict(),
             "loss_sums": self.watch.tell(self.loss_sum),
-            "loss_weight": self.loss_weight,
-            "best": self.best,
-            "num_worse": self.num_worse,
-            "eval_is_due": self.eval_is_due,
             "passed_over": sorted(self.passed_over),
         }
         final = transaction.checkpoint_folder(self.checkpoints, self.step)
@@ -367,7 +359,7 @@ class Run:
         state.save(
             self.accelerator, self.watch, final, trainer_state, [p for p in parts if p is not None]
         )
-        self.saved = final
+        self.saved, self.saved_step = final, self.step
         if self.accelerator.is_main_process:
             self.publication = self.publisher.submit(self._publish, final, self._protected_step)
         seconds = time.monotonic() - started
@@ -395,11 +387,11 @@ class Run:
         """Leave the final (or best) model, and measure it on the test rows. Collective."""
         self.settle()
         self.close()
-        model_step = self.step
-        if self.config.load_best_model_at_end and self.best is not None:
+        model_step, best_step = self.step, self._protected_step
+        if best_step is not None:
             if state.is_sound(self.watch, self._best_folder()):
                 convert.load_any(self.accelerator, self._best_folder())
-                model_step = self.best["step"]
+                model_step = best_step
             logger.info("the model is that of update %d", model_step)
         from accel_ft.metrics import best_thresholds, score
 
@@ -427,13 +419,7 @@ class Run:
             return self.logits
         self.watch.stage("eval", can_save=True)
         num_samples, loader = len(self.splits.validation), self.validation_loader
-        try:
-            return predict_split(
-                self.accelerator, self.model, loader, num_samples, self._check_stop
-            )
-        except _Interrupted:
-            self._end_early()
-            raise
+        return predict_split(self.accelerator, self.model, loader, num_samples, self._check_stop)
 
     def _leave_predictions(self, logits: NDArray[np.float32]) -> None:
         """Measure the final model on the test rows, and write down its predictions of these; where
@@ -443,10 +429,7 @@ class Run:
         if self.test_loader is not None and self.splits.test is not None:
             name, split = "test", self.splits.test
             self.watch.stage("eval", can_save=True)
-            try:
-                self._measure("test", self.test_loader, split)
-            except _Interrupted:
-                self._end_early()
+            self._measure("test", self.test_loader, split)
             assert self.logits is not None
             logits = self.logits
         with state.together(self.watch, self.output_dir / "predictions"):
@@ -476,11 +459,10 @@ class Run:
         weights = {name.removeprefix("_orig_mod."): value for name, value in weights.items()}
         with state.together(self.watch, final):
             if self.accelerator.is_main_process:
-                staging = transaction.start(final)
                 model, lora = self._plain_model(), adapters.peft_config(self._plain_model())
                 if lora is not None:
                     model = adapters.merged(model.config, lora.to_dict(), weights)
                     weights = model.state_dict()
-                model.save_pretrained(staging, state_dict=weights)
-                self.tokenizer.save_pretrained(staging)
-                transaction.publish(final, with_manifest=False)  # users may add to it
+                with transaction.writing(final) as staging:
+                    model.save_pretrained(staging, state_dict=weights)
+                    self.tokenizer.save_pretrained(staging)

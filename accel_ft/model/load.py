@@ -16,12 +16,11 @@ from typing import Any, TypeVar
 import torch
 
 from accel_ft.errors import CheckpointError, ConfigError, nearest
-from accel_ft.runtime.hub import hub_reachable, unreachable_message
+from accel_ft.runtime.hub import HUB_ID, fetching
 
 T = TypeVar("T")
 
 PACKAGE = "package://"
-HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 UNLIMITED = 10**6  # tokenizers without a limit say 10^30
 
 
@@ -113,6 +112,8 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
     tokenizer = _from_pretrained(key, folder, AutoTokenizer.from_pretrained)
     if tokenizer.pad_token_id is None:  # decoders have none
         tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token_id is None:
+        raise ConfigError(f"{key}={folder}: its tokenizer has neither a pad nor an end token")
     return tokenizer
 
 
@@ -158,7 +159,7 @@ def check_max_seq_length(max_seq_length: int, limit: int | None) -> None:
 def load_for_training(
     folder: str, config: Any, device: torch.device | None
 ) -> tuple[Any, list[str]]:
-    """Load a classifier in float32; a head that is missing or has other labels is drawn anew.
+    """Load a classifier in float32; a head that is missing, or of another size, is drawn anew.
 
     Args:
         folder: resolved name.
@@ -175,11 +176,11 @@ def load_for_training(
     """
     on_cpu = device is not None and device.type == "cpu"
     attention = {"attn_implementation": "eager"} if on_cpu else {}
-    model, info = _load(
+    model, drawn = _load(
         "model_name_or_path", folder, config=config, ignore_mismatched_sizes=True, **attention
     )
     model.config.architectures = [type(model).__name__]  # a base model's config names that one
-    return model, sorted({str(entry[0] if isinstance(entry, tuple) else entry) for entry in info})
+    return model, drawn
 
 
 def classifier_labels(folder: str, config: Any) -> list[str]:
@@ -188,9 +189,17 @@ def classifier_labels(folder: str, config: Any) -> list[str]:
     Raises:
         ConfigError: where it is none.
     """
-    kinds = config.architectures or ()
-    if not any("SequenceClassification" in kind for kind in kinds):
+    names = labels_of(config)
+    if not names:
+        kinds = config.architectures
         raise ConfigError(f"checkpoint={folder}: is no sequence classifier but {kinds}")
+    return names
+
+
+def labels_of(config: Any) -> list[str]:
+    """Return the label names of a model by id; none where it is no sequence classifier."""
+    if not any("SequenceClassification" in kind for kind in config.architectures or ()):
+        return []
     return [str(config.id2label[label_id]) for label_id in range(config.num_labels)]
 
 
@@ -216,11 +225,11 @@ def load_for_inference(
         model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
         missing = model.load_state_dict(weights, strict=False).missing_keys
     if missing:
-        raise CheckpointError(f"checkpoint={folder}: weights are missing: {sorted(missing)}")
+        raise CheckpointError(f"checkpoint={folder}: weights are missing: {missing}")
     return model
 
 
-def _load(key: str, folder: str, **kwargs: Any) -> tuple[Any, set[Any]]:
+def _load(key: str, folder: str, **kwargs: Any) -> tuple[Any, list[str]]:
     """Return a model and the names of its parameters that were not loaded."""
     from transformers import AutoModelForSequenceClassification
 
@@ -228,29 +237,14 @@ def _load(key: str, folder: str, **kwargs: Any) -> tuple[Any, set[Any]]:
     model, info = _from_pretrained(
         key, folder, load, dtype=torch.float32, output_loading_info=True, **kwargs
     )
-    return model, set(info["missing_keys"]) | set(info["mismatched_keys"])
+    return model, sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
 
 
 def _from_pretrained(key: str, folder: str, load: Callable[..., T], **kwargs: Any) -> T:
-    reachable = Path(folder).is_dir() or hub_reachable()
-    _check_index(key, Path(folder) / "model.safetensors.index.json")
-    try:
-        return load(folder, trust_remote_code=False, **kwargs)  # no code that a model brings along
-    except Exception as error:  # other people's files fail in any way
-        if not reachable:
-            raise ConfigError(unreachable_message(key, folder)) from error
-        reason = (str(error).strip().splitlines() or [repr(error)])[0]
-        raise ConfigError(f"{key}={folder}: cannot be loaded: {reason}") from error
-
-
-def _check_index(key: str, index: Path) -> None:
-    """Refuse an index of sharded weights that leads out of its folder."""
-    if not index.is_file():
-        return
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{key}={index.parent}: {index.name} cannot be read ({error})") from error
-    for name in names:
-        if Path(str(name)).name != name:
-            raise ConfigError(f"{key}={index.parent}: {index.name} names {name!r}, no file of it")
+    with fetching(key, folder):
+        for index in Path(folder).glob("*.index.json"):  # sharded weights, followed anywhere
+            for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values():
+                if Path(name).name != name:
+                    raise ValueError(f"{index.name} names {name!r}, no file of the folder")
+        found = load(folder, trust_remote_code=False, **kwargs)  # no code that a model brings along
+    return found  # noqa: RET504 (mypy takes the context for one that swallows errors)

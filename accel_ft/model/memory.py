@@ -4,8 +4,10 @@ Parameters, gradients and moments are counted; activations are measured on micro
 longest rows, and grow with them.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import psutil
@@ -68,19 +70,13 @@ def activation_bytes(loss: Callable[[], torch.Tensor], model: nn.Module) -> int:
     return sum(kept.values())
 
 
-def need(
-    model: nn.Module,
-    loss: Callable[[int], torch.Tensor],
-    rows: int,
-    moments_per_parameter: int = 2,
-) -> Need:
+def need(model: nn.Module, loss: Callable[[int], torch.Tensor], rows: int) -> Need:
     """Count a model's bytes, and measure the activations of micro-batches of two sizes.
 
     Args:
         model: unsharded, in training mode.
         loss: of a micro-batch of so many rows, each of the greatest length; a scalar.
         rows: of the larger one, at least 2.
-        moments_per_parameter: float32 values the optimizer keeps for each; AdamW 2.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     layers = [
@@ -90,35 +86,42 @@ def need(
         for child in module
     ]
     parameters = sum(p.nbytes for p in model.parameters())
-    few, many = rows // 2, rows
-    small, large = (activation_bytes(lambda n=n: loss(n), model) for n in (few, many))  # type: ignore[misc]
-    per_row = max(large - small, 0) // (many - few)
+
+    def measure() -> tuple[int, int]:
+        few, many = (activation_bytes(partial(loss, n), model) for n in (rows // 2, rows))
+        per_row = max(many - few, 0) // (rows - rows // 2)
+        return per_row, max(many - per_row * rows, 0)
+
+    per_row, fixed = measure()
     checkpointed = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     if checkpointed:  # while it goes backward, a layer's own activations are there again
         for module in checkpointed:
             module.gradient_checkpointing = False  # type: ignore[assignment]
-        small, large = (activation_bytes(lambda n=n: loss(n), model) for n in (few, many))  # type: ignore[misc]
+        whole, _ = measure()
         for module in checkpointed:
             module.gradient_checkpointing = True  # type: ignore[assignment]
-        num_layers = max(
-            (len(m) for m in model.modules() if isinstance(m, nn.ModuleList)), default=1
-        )
-        per_row += max(large - small, 0) // (many - few) // num_layers
+        lists = [len(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+        per_row += whole // max(lists, default=1)
     return Need(
         parameters=parameters,
         gradients=sum(p.nbytes for p in trainable),
-        moments=sum(4 * moments_per_parameter * p.numel() for p in trainable),
+        moments=sum(8 * p.numel() for p in trainable),  # AdamW's two, in float32
         per_row=per_row,
-        fixed=max(large - per_row * many, 0),
+        fixed=fixed,
         largest_layer=max(layers, default=parameters),
     )
 
 
 def device_bytes(device: torch.device) -> int:
-    """Return the memory of a device; on a CPU what is available now."""
+    """Return the memory of a rank's device; on a CPU its share of what is available now."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return psutil.virtual_memory().available
+    return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return what nobody holds of it now."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else device_bytes(device)
 
 
 def name_of(strategy: Any, offloads: bool = False) -> str:

@@ -1,9 +1,10 @@
 """What differs between two runs: settings, data, versions, and the first update that does."""
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
-from accel_ft.reporting.record import Record
+from accel_ft.reporting.record import Record, scores_of
 
 COMPARED = ("loss", "learning_rate", "grad_norm")
 IDLE_SETTINGS = {"output_dir", "reproduce", "report_to", "push_to_hub", "hub_model_id"}
@@ -29,23 +30,22 @@ def curves(one: Record, other: Record) -> Iterator[Difference]:
     they do.
     """
     first, second = _logged(one), _logged(other)
-    for step in sorted(first.keys() & second.keys()):
-        for key in COMPARED:
-            if first[step].get(key) != second[step].get(key):
-                yield f"update {step}: {key}", first[step].get(key), second[step].get(key)
-                break
-        else:
-            continue
-        break
+    both = sorted(first.keys() & second.keys())
+    differing = (
+        (f"update {step}: {key}", first[step].get(key), second[step].get(key))
+        for step in both
+        for key in COMPARED
+        if first[step].get(key) != second[step].get(key)
+    )
+    yield from islice(differing, 1)
     last, other_last = (max(logged, default=0) for logged in (first, second))
     if last != other_last:
         yield "last update", last, other_last
     for event in ("eval", "test"):
-        scores = [(record.of(event) or [{}])[-1] for record in (one, other)]
-        for key, value in scores[0].items():
-            is_score = isinstance(value, float) and not key.endswith("_seconds") and key != "epoch"
-            if is_score and value != scores[1].get(key):
-                yield key, value, scores[1].get(key)
+        ours, theirs = (scores_of((record.of(event) or [{}])[-1]) for record in (one, other))
+        for key, value in ours.items():
+            if value != theirs.get(key):
+                yield f"{event}_{key}", value, theirs.get(key)
 
 
 def _logged(record: Record) -> dict[int, dict[str, Any]]:

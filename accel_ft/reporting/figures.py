@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from accel_ft.reporting.record import Record
+from accel_ft.reporting.record import Record, scores_of
 
 TRAIN_CURVES = ("loss", "learning_rate", "grad_norm", "samples_per_second")
 TICKS_AT_MOST, MARKED_POINTS = 30, 25
@@ -17,12 +17,8 @@ def curves(records: Sequence[Record]) -> dict[str, Figure]:
     runs overlay.
     """
     evaluated = next((record.of("eval")[0] for record in records if record.of("eval")), {})
-    scores = [
-        key
-        for key, value in evaluated.items()
-        if key.startswith("eval_") and isinstance(value, float) and key != "eval_seconds"
-    ]
-    wanted = [("train", key) for key in TRAIN_CURVES] + [("eval", key) for key in scores]
+    wanted = [("train", key) for key in TRAIN_CURVES]
+    wanted += [("eval", f"eval_{key}") for key in scores_of(evaluated)]
     drawn = {}
     for event, key in wanted:
         figure = Figure(figsize=(4.6, 2.9), layout="constrained")

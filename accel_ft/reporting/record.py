@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
+from accel_ft.config import read_settings
 from accel_ft.errors import ConfigError
+from accel_ft.metrics import class_scores
 from accel_ft.runtime.logging import read_events
 
 CALIBRATION_BINS = 15
@@ -48,6 +49,17 @@ class Record:
         return names
 
 
+def scores_of(event: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics of an eval, test or end event, by name."""
+    return {
+        key.partition("_")[2]: value
+        for key, value in event.items()
+        if key.startswith(("eval_", "test_"))
+        and isinstance(value, float)
+        and not key.endswith("_seconds")
+    }
+
+
 def read_record(folder: Path) -> Record:
     """Read a run's folder.
 
@@ -56,16 +68,16 @@ def read_record(folder: Path) -> Record:
     """
     events = list(read_events(folder / "metrics.jsonl"))
     try:
-        settings = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
         receipt = json.loads((folder / "receipt.json").read_text(encoding="utf-8"))
+        settings = read_settings(folder / "config.yaml")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: holds no run of accel_ft ({error})") from error
     predictions, mistakes = {}, []
     if (folder / "predictions.npz").is_file():
         with np.load(folder / "predictions.npz") as arrays:
             predictions = dict(arrays)
-        lines = (folder / "mistakes.jsonl").read_text(encoding="utf-8").splitlines()
-        mistakes = [json.loads(line) for line in lines]
+        with (folder / "mistakes.jsonl").open(encoding="utf-8") as lines:  # texts may hold U+2028
+            mistakes = [json.loads(line) for line in lines]
     name = folder.resolve().name
     return Record(name, settings, receipt, events, predictions, mistakes)
 
@@ -104,10 +116,9 @@ def intervals(hits: int, present: int, predicted: int, total: int) -> dict[str, 
     """
     counts = np.array([hits, present - hits, predicted - hits, total - present - predicted + hits])
     drawn = np.random.default_rng(0).multinomial(total, counts / total, RESAMPLES)
-    hit, missed, false = drawn[:, 0].astype(np.float64), drawn[:, 1], drawn[:, 2]
-    scores = {
-        "precision": hit / np.maximum(hit + false, 1),
-        "recall": hit / np.maximum(hit + missed, 1),
-        "f1": 2 * hit / np.maximum(2 * hit + missed + false, 1),
+    hit, missed, false = drawn[:, 0], drawn[:, 1], drawn[:, 2]
+    scores = class_scores(hit, hit + missed, hit + false)
+    return {
+        key: np.quantile(scores[key], [0.025, 0.975]).tolist()
+        for key in ("precision", "recall", "f1")
     }
-    return {key: np.quantile(values, [0.025, 0.975]).tolist() for key, values in scores.items()}

@@ -12,7 +12,7 @@ import yaml
 
 from accel_ft.errors import ConfigError
 from accel_ft.metrics import class_scores, confusion_matrix, sigmoid, softmax
-from accel_ft.reporting.record import Record, calibration, intervals, read_record
+from accel_ft.reporting.record import Record, calibration, intervals, read_record, scores_of
 from accel_ft.runtime.files import write_whole
 
 EXTRA = "the report needs matplotlib and jinja2. Fix: pip install 'accel_ft[report]'"
@@ -62,10 +62,10 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
         figure.savefig(file, format="png", dpi=DPI)
         (output / "report" / f"{name}.png").write_bytes(file.getvalue())
         images[name] = base64.b64encode(file.getvalue()).decode()
-    templates = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
+    template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
+    page = jinja2.Template(template, autoescape=True, trim_blocks=True).render(
+        runs=shown, images=images, curves=curves
     )
-    page = templates.get_template("report.html").render(runs=shown, images=images, curves=curves)
     write_whole(output / "report.html", page)
     return output / "report.html"
 
@@ -74,16 +74,11 @@ def _about(record: Record) -> dict[str, Any]:
     """What the page says of one run."""
     end, test = record.of("end"), record.of("test")
     scores = (test or end or record.of("eval") or [{}])[-1]
-    prefix = "test_" if test else "eval_"
     about: dict[str, Any] = {
         "name": record.name,
         "rows": "test" if test else "validation",
         "state": f"ended at update {end[-1]['step']}" if end else "has not ended",
-        "scores": {
-            key.removeprefix(prefix): value
-            for key, value in scores.items()
-            if key.startswith(prefix) and isinstance(value, float) and not key.endswith("seconds")
-        },
+        "scores": scores_of(scores),
         "settings": {k: v for k, v in record.settings.items() if v not in (None, (), [])},
         "receipt": {
             key: value if isinstance(value, str | int) else _yaml(value)

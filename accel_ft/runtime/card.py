@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
+from huggingface_hub import EvalResult, HfApi, ModelCardData
 
-from accel_ft.errors import ConfigError
+from accel_ft.errors import ConfigError, first_line
+from accel_ft.runtime.hub import is_hub_id
 
 
 def model_card(
@@ -18,26 +19,28 @@ def model_card(
         settings: of the run it comes from; {} where that is not known.
         scores: by name, on the test rows, or the validation rows where there are none.
     """
-    base = str(settings.get("model_name_or_path", ""))
-    on_hub = base and "://" not in base and not base.startswith((".", "/"))
+    base, data = (
+        name if is_hub_id(name) else None
+        for name in (settings.get("model_name_or_path"), settings.get("dataset_name"))
+    )
     name = settings.get("hub_model_id") or Path(str(settings.get("output_dir", "model"))).name
     rows = settings.get("dataset_name") or settings.get("train_file") or "unknown"
     results = [
         EvalResult(
             task_type="text-classification",
-            dataset_type=str(settings.get("dataset_name") or "custom"),
+            dataset_type=data or "custom",
             dataset_name=Path(str(rows)).name,
             metric_type=metric,
             metric_value=round(value, 6),
         )
         for metric, value in (scores or {}).items()
     ]
-    data = ModelCardData(
+    about = ModelCardData(
         pipeline_tag="text-classification",
         library_name="transformers",
         tags=["accelerate", "accel_ft"],
-        base_model=base if on_hub else None,
-        datasets=[settings["dataset_name"]] if settings.get("dataset_name") else None,
+        base_model=base,
+        datasets=None if data is None else [data],
         model_name=str(name) if results else None,
         eval_results=results or None,
     )
@@ -49,14 +52,12 @@ def model_card(
     training = f"\n## Training\n\n| key | value |\n|---|---|\n{keys}" if keys else ""
     labels = ", ".join(" ".join(name.split()) for name in label_names)
     place = settings.get("hub_model_id") or "."
-    return str(
-        ModelCard(
-            f"---\n{data.to_yaml()}\n---\n\n# Text classifier\n\nLabels: {labels}.\n\n"
-            "```python\nfrom transformers import pipeline\n\n"
-            f'classify = pipeline("text-classification", model="{place}")\n```\n'
-            + evaluation
-            + training
-        )
+    return (
+        f"---\n{about.to_yaml()}\n---\n\n# Text classifier\n\nLabels: {labels}.\n\n"
+        "```python\nfrom transformers import pipeline\n\n"
+        f'classify = pipeline("text-classification", model="{place}")\n```\n'
+        + evaluation
+        + training
     )
 
 
@@ -71,7 +72,7 @@ def require_repo(repo_id: str, private: bool) -> None:
         HfApi().create_repo(repo_id, private=private, exist_ok=True)
     except Exception as error:  # no token, no right, no network, ...
         raise ConfigError(
-            f"hub_model_id={repo_id}: the Hub refuses: {str(error).splitlines()[0]}. "
+            f"hub_model_id={repo_id}: the Hub refuses: {first_line(error)}. "
             "Fix: `hf auth login`, or HF_TOKEN; or push_to_hub: false"
         ) from error
 
@@ -90,6 +91,6 @@ def push(folder: Path, repo_id: str) -> str:
         )
     except Exception as error:
         raise ConfigError(
-            f"hub_model_id={repo_id}: could not be pushed: {str(error).splitlines()[0]}. {folder} "
+            f"hub_model_id={repo_id}: could not be pushed: {first_line(error)}. {folder} "
             f"is complete. Fix: `hf upload {repo_id} {folder}`"
         ) from error

@@ -36,7 +36,7 @@ def locked(folder: Path, path: Path) -> Iterator[None]:
         ConfigError: another process still holds it after half a minute.
     """
     path.parent.mkdir(exist_ok=True)
-    lock = FileLock(path)
+    lock = FileLock(path, fallback_to_soft=False)  # a marker would outlive a killed run
     try:
         held = lock.acquire(timeout=0)
     except NotImplementedError:

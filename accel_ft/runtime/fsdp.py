@@ -38,7 +38,7 @@ def configure(accelerator: Accelerator, model: nn.Module) -> None:
     under DDP; accelerate's policy would reduce them in the compute type.
     """
     plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
-    if accelerator.distributed_type != DistributedType.FSDP or plugin is None:
+    if accelerator.distributed_type != DistributedType.FSDP:
         return
     if plugin.transformer_cls_names_to_wrap is None:
         plugin.transformer_cls_names_to_wrap = layer_classes(model)
@@ -48,11 +48,9 @@ def configure(accelerator: Accelerator, model: nn.Module) -> None:
             f"fsdp_transformer_layer_cls_to_wrap={name}: the model has no such layer. "
             f"Allowed: {', '.join(layer_classes(model))}, or leave it out"
         )
-    if plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
+    if plugin.mixed_precision_policy is not None:
         policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
         plugin.mixed_precision_policy = policy
-    elif plugin.fsdp_version == 1 and plugin.mixed_precision_policy is not None:
-        plugin.mixed_precision_policy.reduce_dtype = torch.float32
 
 
 def layer_classes(model: nn.Module) -> list[str]:
@@ -82,7 +80,7 @@ def strategy_of(model: nn.Module) -> str:
     """
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         return "DDP"
-    if isinstance(model, FullyShardedDataParallel):
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         return "FSDP"
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return "one process"

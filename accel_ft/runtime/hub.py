@@ -1,16 +1,46 @@
 """Is the Hub there? Asked once, in seconds, in place of five retries of every request."""
 
+import contextlib
 import logging
+import re
 import threading
+from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
+
+from accel_ft.errors import ConfigError, first_line
 
 logger = logging.getLogger(__name__)
 
 PROBE_SECONDS = 8
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 QUICKSTART = (
     "accelerate launch --config_file accelerate_configs/cpu.yaml "
     "-m accel_ft.train --config examples/quickstart.yaml"
 )
+
+
+def is_hub_id(name: str | None) -> bool:
+    """Whether a name can be a repository's on the Hub, and is no file or folder here."""
+    return name is not None and bool(HUB_ID.fullmatch(name)) and not Path(name).exists()
+
+
+@contextlib.contextmanager
+def fetching(key: str, name: str) -> Iterator[None]:
+    """Load `name`, that `key` was set to, from the Hub or a folder; turn what goes wrong into one
+    message.
+    """
+    reachable = Path(name).exists() or hub_reachable()
+    try:
+        yield
+    except Exception as error:  # other people's files fail in any way
+        if reachable:
+            raise ConfigError(f"{key}={name}: cannot be loaded: {first_line(error)}") from error
+        raise ConfigError(
+            f"{key}={name}: the Hub cannot be reached and its cache here does not hold it. "
+            "Fix: give a local folder or file, or a package:// model. To try accel_ft without the "
+            f"Hub:\n  {QUICKSTART}"
+        ) from error
 
 
 @cache
@@ -40,12 +70,3 @@ def hub_reachable() -> bool:
 
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     return bool(answers)
-
-
-def unreachable_message(key: str, name: str) -> str:
-    """Return what to tell when `name` can be had neither from the Hub nor from its cache."""
-    return (
-        f"{key}={name}: the Hub cannot be reached and its cache here does not hold it. "
-        "Fix: give a local folder or file, or a package:// model. To try accel_ft without the "
-        f"Hub:\n  {QUICKSTART}"
-    )

@@ -6,8 +6,10 @@ multi-process YAML, the number of processes of a launch that ended up as one) is
 launcher's own command line.
 """
 
+import contextlib
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import psutil
@@ -15,7 +17,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 from accelerate.commands.launch import launch_command_parser
-from accelerate.utils import is_compiled_module
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    is_compiled_module,
+)
 from torch import nn
 
 from accel_ft.errors import LaunchError
@@ -56,28 +63,17 @@ def read_request() -> Request:
             "the environment", int(world_size) if world_size else None, asked_cpu, kind, precision
         )
     args = launch_command_parser().parse_args(words)
-    precision = args.mixed_precision or "no"
-    file = args.config_file or (
-        default_config_file if os.path.isfile(default_config_file) else None
-    )
-    if file is None:
-        kind = "FSDP" if args.use_fsdp else "MULTI_GPU" if args.multi_gpu else "NO"
-        return Request("accelerate launch", args.num_processes, args.cpu or None, kind, precision)
-    yaml: Any = load_config_from_file(file)
-    precision = args.mixed_precision or yaml.mixed_precision or "no"
-    kind = (
-        "FSDP"
-        if args.use_fsdp
-        else "MULTI_GPU"
-        if args.multi_gpu
-        else str(yaml.distributed_type.value)
-    )
+    default = default_config_file if os.path.isfile(default_config_file) else None
+    file = args.config_file or default
+    yaml: Any = load_config_from_file(file) if file else None
+    words_say = "FSDP" if args.use_fsdp else "MULTI_GPU" if args.multi_gpu else None
+    asked_precision = args.mixed_precision or (yaml and yaml.mixed_precision)
     return Request(
-        file,
-        args.num_processes or yaml.num_processes,
-        bool(args.cpu or yaml.use_cpu),
-        kind,
-        precision,
+        file or "accelerate launch",
+        args.num_processes or (yaml and yaml.num_processes),
+        bool(args.cpu or yaml.use_cpu) if yaml else args.cpu or None,
+        words_say or (str(yaml.distributed_type.value) if yaml else "NO"),
+        str(asked_precision or "no"),
     )
 
 
@@ -85,18 +81,11 @@ def _launcher_words() -> list[str] | None:
     """The words after `accelerate launch` (or `accelerate-launch`) of the nearest parent that is
     one.
     """
-    try:
-        parents = psutil.Process().parents()
-    except psutil.Error:
-        return None
-    for parent in parents:
-        try:
-            words = parent.cmdline()
-        except psutil.Error:
-            continue
-        found = launcher_words(words)
-        if found is not None:
-            return found
+    with contextlib.suppress(psutil.Error):
+        for parent in psutil.Process().parents():
+            with contextlib.suppress(psutil.Error):
+                if (found := launcher_words(parent.cmdline())) is not None:
+                    return found
     return None
 
 
@@ -132,11 +121,31 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
     if asked is not None and asked > 0 and accelerator.num_processes != asked:
         raise LaunchError(
             f"{request.source} asks for {asked} processes, {accelerator.num_processes} run as one "
-            "group. "
-            "Fix: distributed_type: MULTI_GPU (with use_cpu: true for ranks on the CPU), as in "
-            "accelerate_configs/"
+            "group. Fix: distributed_type: MULTI_GPU (with use_cpu: true for ranks on the CPU), as "
+            "in accelerate_configs/"
         )
     return accelerator
+
+
+def make_training_accelerator(timeout_seconds: float, **kwargs: Any) -> Accelerator:
+    """Build the `Accelerator` that training runs on.
+
+    Args:
+        timeout_seconds: after which the watch takes a rank that does not come for lost.
+        kwargs: passed to `Accelerator`.
+
+    Raises:
+        LaunchError: as `make_accelerator`.
+    """
+    return make_accelerator(
+        dataloader_config=DataLoaderConfiguration(non_blocking=True),
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+            # Later than the watch, which knows who is missing; NCCL would only abort.
+            InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_seconds + 30)),
+        ],
+        **kwargs,
+    )
 
 
 def check_granted(accelerator: Accelerator, model: nn.Module) -> None:
@@ -180,8 +189,8 @@ def _refuse_impossible(request: Request, has_device: bool) -> None:
     if os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
         raise LaunchError(
             "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is set and would override the accumulation "
-            "steps of the job. "
-            "Fix: unset it; set global_batch_size or gradient_accumulation_steps in the job"
+            "steps of the job. Fix: unset it; set global_batch_size or gradient_accumulation_steps "
+            "in the job"
         )
     if request.use_cpu is False and not has_device:
         raise LaunchError(
@@ -196,8 +205,7 @@ def _refuse_impossible(request: Request, has_device: bool) -> None:
     if request.distributed_type not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP"):
         raise LaunchError(
             f"{asked} asks for distributed_type: {request.distributed_type}, which accel_ft does "
-            "not train under. "
-            "Allowed: NO, MULTI_GPU, FSDP"
+            "not train under. Allowed: NO, MULTI_GPU, FSDP"
         )
     if request.mixed_precision not in ("no", "bf16", "fp16"):
         raise LaunchError(

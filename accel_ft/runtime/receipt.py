@@ -14,15 +14,9 @@ import accel_ft
 from accel_ft.runtime.files import write_whole
 
 PACKAGES = (
-    "torch",
-    "accelerate",
-    "transformers",
-    "tokenizers",
-    "datasets",
-    "evaluate",
-    "safetensors",
+    "torch", "accelerate", "transformers", "tokenizers", "datasets", "evaluate", "safetensors",
     "numpy",
-)
+)  # fmt: skip
 
 
 def write_receipt(path: Path, accelerator: Accelerator, about_run: dict[str, Any]) -> None:
@@ -63,17 +57,21 @@ def write_receipt(path: Path, accelerator: Accelerator, about_run: dict[str, Any
 
 def git_commit() -> str | None:
     """Return the commit accel_ft was run from, with "-dirty" where files differ; None outside a
-    checkout.
+    checkout of its own.
     """
-    where = Path(accel_ft.__file__).parent
-    try:
-        command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+
+    def git(*words: str) -> str:
         done = subprocess.run(
-            command, cwd=where, capture_output=True, text=True, timeout=10, check=True
-        )
+            ["git", *words], cwd=Path(accel_ft.__file__).parent, capture_output=True, text=True,
+            timeout=10, check=True,
+        )  # fmt: skip
+        return done.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "__init__.py")  # fails in another project's checkout
+        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
 
 
 def _version(package: str) -> str | None:

@@ -103,12 +103,11 @@ def trainer(options: argparse.Namespace, model: Path, accumulation: int, output_
         TrainingArguments,
     )
 
-    from accel_ft.config import Columns
+    from accel_ft.config import DataConfig
     from accel_ft.data.sources import file_source
 
-    rows = list(
-        file_source(options.train_file).rows(Columns(options.text_column, options.label_column))
-    )[:ROWS]
+    columns = DataConfig(text_column=options.text_column, label_column=options.label_column)
+    rows = list(file_source(options.train_file).rows(columns))[:ROWS]
     names = sorted({label for _, _, label in rows})
     tokenizer = AutoTokenizer.from_pretrained(model)
     data = [

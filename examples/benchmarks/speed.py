@@ -66,7 +66,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> Path:
         "learning_rate": 1e-4,
     }
     tokenizer = load.load_tokenizer(model)
-    splits = load_splits(TrainConfig(**job), tokenizer, options.max_train_samples)
+    splits = load_splits(TrainConfig(**job), tokenizer)
     places = np.arange(len(splits.train), dtype=np.int64)
     config = load.load_model_config(model)
     lengths = splits.train.lengths(places)
@@ -193,7 +193,7 @@ def bare(  # noqa: PLR0915
     config = TrainConfig(**about["job"], seed=seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = load.load_tokenizer(config.model_name_or_path)
-    splits = load_splits(config, tokenizer, config.max_train_samples)
+    splits = load_splits(config, tokenizer)
     torch.manual_seed(seed)
     model_config = load.load_model_config(
         config.model_name_or_path, num_labels=len(splits.label_names)
@@ -271,13 +271,13 @@ def trainer(name: str, about: dict[str, Any], seed: int, started: float) -> dict
     job = about["job"]
     config = TrainConfig(**job)
     model_name = job["model_name_or_path"]
-    ours = load_splits(config, load.load_tokenizer(model_name), job["max_train_samples"])
+    ours = load_splits(config, load.load_tokenizer(model_name))
     names = ours.label_names
     tokenizer = AutoTokenizer.from_pretrained(model_name)
 
     def rows(split: str) -> Any:
         texts, labels = [], []
-        for _, text, label in open_sources(config)[split].rows():
+        for _, text, label in open_sources(config)[split].rows(config):
             texts.append(text)
             labels.append(names.index(label))
         table = datasets.Dataset.from_dict({"text": texts, "label": labels})

@@ -13,6 +13,7 @@ from test_ranks import on_ranks
 
 from accel_ft import evaluate, export
 from accel_ft.checkpoint import convert, transaction
+from accel_ft.config import DataConfig
 
 STRATEGIES = {
     "single": (1, "cpu.yaml"),
@@ -265,7 +266,9 @@ def test_export_of_every_strategy(whole: dict[str, Any], tmp_path: Path) -> None
 
     rows_csv = write_rows(tmp_path / "rows.csv", 100, seed=5)
     texts = tmp_path / "rows.txt"
-    texts.write_text("".join(text + "\n" for _, text, _ in file_source(rows_csv).rows()))
+    texts.write_text(
+        "".join(text + "\n" for _, text, _ in file_source(rows_csv).rows(DataConfig()))
+    )
     exports = {strategy: tmp_path / strategy for strategy in ("single", "ddp2", "fsdp2")}
     for strategy, exported in exports.items():
         checkpoint = whole[strategy].folder / "checkpoints" / f"step_{LAST:08d}"

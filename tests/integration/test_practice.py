@@ -98,7 +98,7 @@ def rare_file(tmp_path: Path) -> Path:
 def test_oversampling(tiny_model: Path, rare_file: Path, odd_file: Path, tmp_path: Path) -> None:
     """Both labels come equally often, all rows come, the rare ones four or five times."""
     config = TrainConfig(train_file=rare_file, validation_file=rare_file, max_seq_length=32)
-    split = load_splits(config, load.load_tokenizer(str(tiny_model)), None).train
+    split = load_splits(config, load.load_tokenizer(str(tiny_model))).train
     plain = split.fingerprint()
     split.oversample()
     places = np.arange(len(split))

@@ -12,13 +12,13 @@ from conftest import FILLING, WORDS, events_of, job_words, run_hash
 from test_practice import cut_off
 
 from accel_ft import evaluate, load_classifier, predict, train
-from accel_ft.config import Columns
+from accel_ft.config import DataConfig
 from accel_ft.data.loader import Padding
 from accel_ft.data.sources import file_source
 from accel_ft.data.tokenize import tokenize
 from accel_ft.engine.step import weighted_loss
 from accel_ft.errors import ConfigError, DataError
-from accel_ft.metrics import best_thresholds, multi_label_metrics, regression_metrics
+from accel_ft.metrics import best_thresholds, regression_metrics, score
 from accel_ft.model.load import load_tokenizer
 
 LABELS = list(WORDS)
@@ -119,7 +119,7 @@ def test_several_labels(
     assert config["problem_type"] == "multi_label_classification"
     assert len(config["thresholds"]) == 4
     classify = load_classifier(tmp_path / "run", all_scores=True)
-    several_columns = Columns(problem_type="multi_label_classification", separator=";")
+    several_columns = DataConfig(problem_type="multi_label_classification", label_separator=";")
     texts, meant = zip(
         *(
             (text, json.loads(cell))
@@ -154,7 +154,7 @@ def test_thresholds() -> None:
     labels = np.array([[0, 0, 1], [0, 0, 0], [1, 0, 1], [1, 0, 0]], np.float32)
     found = best_thresholds(logits, labels)
     assert found == pytest.approx([0.2, 0.5, 0.35])
-    tuned, plain = (multi_label_metrics(logits, labels, list("abc"), t) for t in (found, None))
+    tuned, plain = (score(logits, labels, list("abc"), t) for t in (found, None))
     assert tuned["per_class"]["a"]["f1"] == 1.0
     assert plain["per_class"]["a"]["f1"] == 0.0
     assert tuned["per_class"]["c"]["f1"] == pytest.approx(0.8)
@@ -369,7 +369,9 @@ def test_pairs(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[s
 def test_token_types(tmp_path: Path, tiny_model: Path) -> None:
     (tmp_path / "p.csv").write_text("text,other,label\ngoal,bank the,x\nthe,,y\n")
     store = tokenize(
-        file_source(tmp_path / "p.csv"), Columns(pair="other"), load_tokenizer(str(tiny_model)), 8
+        file_source(tmp_path / "p.csv"),
+        DataConfig(text_pair_column="other", max_seq_length=8),
+        load_tokenizer(str(tiny_model)),
     )
     first, second = store.tokens(0), store.tokens(1)
     assert first[1].tolist() == [0, 0, 0, 1, 1, 1]
@@ -377,5 +379,9 @@ def test_token_types(tmp_path: Path, tiny_model: Path) -> None:
     assert store.lengths(np.arange(2)).tolist() == [6, 4]
     batch = Padding(load_tokenizer(str(tiny_model)), 8, torch.device("cpu"))([first, second])
     assert batch["token_type_ids"].tolist() == [[0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 0, 0]]
-    plain = tokenize(file_source(tmp_path / "p.csv"), Columns(), load_tokenizer(str(tiny_model)), 8)
+    plain = tokenize(
+        file_source(tmp_path / "p.csv"),
+        DataConfig(max_seq_length=8),
+        load_tokenizer(str(tiny_model)),
+    )
     assert plain.tokens(0).ndim == 1

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import write_rows
 
-from accel_ft.config import Columns, DataConfig, TrainConfig, parse
+from accel_ft.config import DataConfig, TrainConfig, parse
 from accel_ft.data import tokenize as tokenize_module
 from accel_ft.data.loader import Batches, Padding, collate, make_loader, train_places
 from accel_ft.data.plan import Plan
@@ -37,17 +37,17 @@ def tokenizer(tiny_model: Path):
 
 
 def store_of(path: Path, tokenizer, max_seq_length: int = 16) -> TokenStore:
-    return tokenize(file_source(path), Columns(), tokenizer, max_seq_length)
+    return tokenize(file_source(path), DataConfig(max_seq_length=max_seq_length), tokenizer)
 
 
 def splits_of(tokenizer, *words: str) -> Splits:
     config = parse(TrainConfig, words, "train")
-    return load_splits(config, tokenizer, config.max_train_samples)
+    return load_splits(config, tokenizer)
 
 
 def test_store_holds_what_the_tokenizer_says(rows_file: Path, tokenizer) -> None:
     store = store_of(rows_file, tokenizer)
-    rows = list(file_source(rows_file).rows())
+    rows = list(file_source(rows_file).rows(DataConfig()))
     assert len(store) == 47
     for number, (_, text, label) in enumerate(rows):
         expected = tokenizer(text, truncation=True, max_length=16)["input_ids"]
@@ -62,7 +62,7 @@ def test_tokenised_once_and_found_by_content(
     first = store_of(rows_file, tokenizer)
     copy = tmp_path / "copy.csv"
     copy.write_bytes(rows_file.read_bytes())
-    monkeypatch.setattr(tokenize_module, "token_ids", lambda *_: pytest.fail("tokenised again"))
+    monkeypatch.setattr(tokenize_module, "_write_store", lambda *_: pytest.fail("tokenised again"))
     assert store_of(copy, tokenizer).fingerprint == first.fingerprint
     assert [path.name for path in cache_folder().iterdir()] == [first.fingerprint]
 
@@ -261,7 +261,7 @@ def rows(path: Path, *texts: str) -> Path:
 def test_cut_texts_are_counted(tmp_path: Path, tokenizer) -> None:
     """Exactly 4 tokens is not cut, 5 are; a text of a million characters is one of them."""
     file = rows(tmp_path / "a.jsonl", "the a", "the a of", "the " * 250_000, "")
-    store = tokenize(file_source(file), Columns(), tokenizer, 4)
+    store = tokenize(file_source(file), DataConfig(max_seq_length=4), tokenizer)
     assert (store.num_cut_texts, store.num_empty_texts) == (2, 1)
     assert store.lengths(np.arange(4)).tolist() == [4, 4, 4, 2]
 
@@ -271,9 +271,9 @@ def test_texts_shared_with_training_are_counted(
 ) -> None:
     train = rows(tmp_path / "train.jsonl", "the a", "of in", "to on", "with from")
     other = rows(tmp_path / "other.jsonl", "to on", "two new", "the a", "to on ")
-    config = DataConfig(train_file=train, validation_file=other, test_file=train)
+    config = TrainConfig(train_file=train, validation_file=other, test_file=train)
     with caplog.at_level("WARNING"):
-        load_splits(config, tokenizer, None)
+        load_splits(config, tokenizer)
     assert "2 of the 4 validation texts are among the training texts" in caplog.text
     assert "4 of the 4 test texts are among the training texts" in caplog.text
     assert (
@@ -288,5 +288,5 @@ def test_labels_that_look_alike_are_told(
     lines = [json.dumps({"text": "the a", "label": label}) for label in ("Sports", "sports ", "b")]
     file.write_text("\n".join(lines))
     with caplog.at_level("WARNING"):
-        load_splits(DataConfig(train_file=file, validation_file=file), tokenizer, None)
+        load_splits(TrainConfig(train_file=file, validation_file=file), tokenizer)
     assert "'Sports' and 'sports '" in caplog.text

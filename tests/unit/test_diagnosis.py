@@ -26,7 +26,7 @@ from accel_ft.diagnosis import (
     sampling,
     tensors,
 )
-from accel_ft.diagnosis.finding import Finding, table
+from accel_ft.diagnosis.finding import Finding, line
 from accel_ft.model import memory
 
 ROWS = TensorDataset(torch.arange(40.0).reshape(20, 2) / 40, torch.arange(20) % 2)
@@ -53,10 +53,10 @@ def well(finding: Finding) -> None:
     assert not finding.mend
 
 
-def test_table() -> None:
-    findings = [Finding("a", "PASS", "1"), Finding("bcd", "FAIL", "2", "do this")]
-    assert table(findings).splitlines() == [
-        "a    PASS  1", "bcd  FAIL  2", "           mend: do this",
+def test_lines() -> None:
+    assert line(Finding("a", "PASS", "1")) == f"{'a':32}  PASS  1"
+    assert line(Finding("bcd", "FAIL", "2", "do this")).splitlines() == [
+        f"{'bcd':32}  FAIL  2", f"{'':32}        mend: do this",
     ]  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def test_loader_before_the_process_group(tmp_path: Path) -> None:
 
     caught(build(True), "1 DataLoader built before the process group, on rank 0")
     well(build(False))
-    assert order.construction_order(order.Construction(), 1).verdict == "SKIP"
+    assert order.construction_order([], 1).verdict == "SKIP"
 
 
 def test_optimizer_before_wrapping() -> None:
@@ -439,12 +439,13 @@ def test_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     caught(machine.disk(tmp_path / "run", 2**60), "MiB free")
     assert machine.hub(True, True, lambda: True).verdict == "SKIP"
     well(machine.hub(True, False, lambda: True))
-    well(machine.hub(False, False, lambda: False))
+    assert machine.hub(False, False, lambda: pytest.fail("asked")).verdict == "SKIP"
     caught(machine.hub(True, False, lambda: False), "cannot be reached")
     monkeypatch.setattr(machine, "OPEN_FILES", 2**60)
     caught(machine.limits(), "open files")
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(
+        torch.cpu, "get_capabilities", lambda: {"avx512_f": True, "amx_bf16": False}
+    )
     caught(machine.devices(cpu, "bf16"), "bf16 is imitated here")
 
 

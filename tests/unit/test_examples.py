@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, run
 
-from accel_ft.config import TrainConfig, parse
+from accel_ft.config import DataConfig, TrainConfig, parse
 from accel_ft.data.sources import file_source
 
 SAMPLE = ROOT / "examples/data/news_sample"
@@ -22,7 +22,8 @@ def test_job_files_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_news_sample() -> None:
     rows = {
-        name: list(file_source(SAMPLE / f"{name}.csv").rows()) for name in ("train", "validation")
+        name: list(file_source(SAMPLE / f"{name}.csv").rows(DataConfig()))
+        for name in ("train", "validation")
     }
     assert len(rows["train"]) >= 480
     assert len(rows["validation"]) >= 160

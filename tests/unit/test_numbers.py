@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 from accel_ft.config import TrainConfig
 from accel_ft.engine.step import weighted_loss
 from accel_ft.metrics import (
-    Accuracy,
-    MacroF1,
-    classification_metrics,
+    Classification,
     confusion_matrix,
     cross_entropy,
-    per_class_scores,
+    score,
 )
 from accel_ft.model.optim import make_optimizer, make_scheduler, scaled_learning_rate
 
@@ -64,16 +62,15 @@ def test_scores_by_hand() -> None:
     labels, predictions = np.array([0, 0, 0, 1, 1, 2]), np.array([0, 0, 1, 1, 0, 0])
     matrix = confusion_matrix(labels, predictions, 3)
     assert matrix.tolist() == [[2, 1, 0], [1, 1, 0], [1, 0, 0]]
-    scores = per_class_scores(matrix)
+    ids = {"predictions": predictions, "references": labels, "num_labels": 3}
+    found = Classification(keep_in_memory=True).compute(**ids)
+    assert found["accuracy"] == 0.5
+    assert found["f1_macro"] == pytest.approx((4 / 7 + 1 / 2) / 3)
+    scores = found["per_class"]
     assert scores["precision"] == [2 / 4, 1 / 2, 0]
     assert scores["recall"] == pytest.approx([2 / 3, 1 / 2, 0])
     assert scores["f1"] == pytest.approx([4 / 7, 2 / 4, 0])
     assert scores["support"] == [3, 2, 1]
-    ids = {"predictions": predictions, "references": labels, "num_labels": 3}
-    assert Accuracy(keep_in_memory=True).compute(**ids) == {"accuracy": 0.5}
-    assert MacroF1(keep_in_memory=True).compute(**ids)["f1_macro"] == pytest.approx(
-        (4 / 7 + 1 / 2) / 3
-    )
 
 
 def test_cross_entropy_by_hand_and_without_overflow() -> None:
@@ -85,7 +82,7 @@ def test_cross_entropy_by_hand_and_without_overflow() -> None:
 
 def test_all_metrics_of_an_evaluation() -> None:
     logits = np.array([[2.0, 1.0], [0.0, 1.0], [0.0, 3.0]], np.float32)
-    scores = classification_metrics(logits, np.array([0, 1, 0]), ["no", "yes"])
+    scores = score(logits, np.array([0, 1, 0]), ["no", "yes"])
     assert set(scores) == {"loss", "accuracy", "f1_macro", "per_class"}
     assert scores["per_class"]["yes"] == {
         "precision": 0.5,
@@ -98,7 +95,7 @@ def test_all_metrics_of_an_evaluation() -> None:
 def test_metrics_leave_random_numbers_alone() -> None:
     torch.manual_seed(0)
     before = pickle.dumps((np.random.get_state(), torch.get_rng_state().tolist()))
-    classification_metrics(np.eye(3, dtype=np.float32), np.arange(3), ["a", "b", "c"])
+    score(np.eye(3, dtype=np.float32), np.arange(3), ["a", "b", "c"])
     assert pickle.dumps((np.random.get_state(), torch.get_rng_state().tolist())) == before
 
 

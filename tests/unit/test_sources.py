@@ -9,7 +9,7 @@ from accel_ft.errors import ConfigError, DataError
 
 
 def rows(path: Path) -> list[tuple[str, str, str]]:
-    return list(file_source(path).rows())
+    return list(file_source(path).rows(DataConfig()))
 
 
 def write(folder: Path, name: str, content: str | bytes) -> Path:
@@ -109,7 +109,7 @@ def test_faults_of_every_kind_are_told_together(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": 1, "label": "a"}\n{"text"\n[]\n{"text": "x", "label": ""}\n')
     with pytest.raises(DataError) as error:
-        list(file_source(file).rows())
+        list(file_source(file).rows(DataConfig()))
     for line in (1, 2, 3, 4):
         assert f"line {line}: " in str(error.value)
 
@@ -136,7 +136,7 @@ def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
 
 def test_declared_names_of_integer_labels() -> None:
     source = Source("x", "x", lambda: iter([("row 0", {"text": "a", "label": 1})]), ("no", "yes"))
-    assert list(source.rows()) == [("row 0", "a", "yes")]
+    assert list(source.rows(DataConfig())) == [("row 0", "a", "yes")]
 
 
 def test_plain_lines(tmp_path: Path) -> None:
@@ -161,8 +161,8 @@ def test_a_dataset_folder_with_named_labels(tmp_path: Path) -> None:
         rows.to_parquet(tmp_path / "data" / f"{split}.parquet")
     sources = hub_sources(str(tmp_path / "data"), "label")
     assert list(sources) == ["train", "test"]
-    assert list(sources["train"].rows()) == [("row 0", "a", "yes")]
-    assert list(sources["test"].rows()) == [("row 0", "a", "no")]
+    assert list(sources["train"].rows(DataConfig())) == [("row 0", "a", "yes")]
+    assert list(sources["test"].rows(DataConfig())) == [("row 0", "a", "no")]
 
 
 def test_the_hub_out_of_reach_names_the_quickstart() -> None:
