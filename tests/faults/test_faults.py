@@ -1,4 +1,4 @@
-"""The short version of the campaign, and that it notices what is taken out of the program."""
+"""The short version of the campaign."""
 
 import json
 import os
@@ -44,16 +44,6 @@ def test_survived(results: dict[str, dict[str, Any]], tmp_path: Path, name: str)
     assert name in results, f"the campaign ended before it: {results}"
     assert results[name]["faults"] == []
     assert results[name]["tried"] == results[name]["survived"] > 0
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("part", "scenario"),
-    [("fsync", "power_cut"), ("rename", "kills"), ("manifest", "damage"), ("rng", "kills"), ("trust", "hostile")],
-)  # fmt: skip
-def test_what_is_taken_out_is_noticed(part: str, scenario: str) -> None:
-    done = run_campaign("--break", part, "--only", scenario, "--stop", seconds=880)
-    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-6000:]
 
 
 def _can_mount(folder: Path) -> bool:

@@ -37,8 +37,11 @@ def test_healthy(
     odd_file: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A job with accumulation and a short batch; every line of the table has its verdict."""
+    """A job with accumulation and a short batch, and keys that its probe must heed or leave out; every line of the
+    table has its verdict.
+    """
     words = job_words(tiny_model, rows_file, odd_file, tmp_path / "ignored")
+    words += "--layerwise_lr_decay 0.5 --early_stopping_patience 1 --eval_steps 1 --learning_rate 0.01".split()
     code, found = examined(tmp_path, *words, "--output_dir", tmp_path / "runs" / "x")
     assert (code, {finding["verdict"] for finding in found.values()}) == (0, {"PASS", "SKIP"}), (
         found
@@ -52,6 +55,13 @@ def test_a_job_of_its_own(tmp_path: Path) -> None:
     assert (code, {finding["verdict"] for finding in found.values()}) == (0, {"PASS", "SKIP"}), (
         found
     )
+
+
+def test_a_model_alone_is_a_job_of_its_own(tmp_path: Path, tiny_model: Path) -> None:
+    """As `train` takes it, for AG News: the doctor's own rows and model do not stand in for it."""
+    code, found = examined(tmp_path, "--model_name_or_path", tiny_model)
+    assert (code, found["set-up"]["verdict"]) == (1, "FAIL")
+    assert "dataset_name=fancyzhx/ag_news: the Hub cannot be reached" in found["set-up"]["measured"]
 
 
 def test_faults_of_the_user_are_findings(tmp_path: Path, tiny_model: Path) -> None:

@@ -426,3 +426,21 @@ def test_padding_and_memory_are_told(words: list[str], tmp_path: Path) -> None:
     events = events_of(tmp_path / "run")
     assert all(0 <= event["padding"] < 0.6 for event in events if event["event"] == "train")
     assert events[-1]["peak_memory"] > 50e6
+
+
+def test_offloaded_parameters_are_not_read_late() -> None:
+    """The device's answer would reach the fused CPU kernel without a wait."""
+    device, model = torch.device("cuda"), torch.nn.Linear(1, 1)
+    accelerator = SimpleNamespace(device=device, scaler=None)
+    assert not handling._is_late(SimpleNamespace(accelerator=accelerator, model=model))
+
+
+def test_the_update_before_one_that_is_left_out_is_judged_at_once(words: list[str]) -> None:
+    """What is left out is counted, and saved where that is due, without another look at the outcomes."""
+    run = SimpleNamespace(
+        step=4, stop_signal=0, passed_over=set(), _eval_steps=100, _falls_on=lambda *_: False,
+        config=SimpleNamespace(logging_steps=100, save_steps=100),
+    )  # fmt: skip
+    assert not Run.is_due(run)
+    run.passed_over = {5}
+    assert Run.is_due(run)

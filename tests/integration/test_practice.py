@@ -744,6 +744,7 @@ def test_search(tiny_model: Path, rows_file: Path, odd_file: Path, tmp_path: Pat
     words = job_words(tiny_model, rows_file, odd_file, tmp_path / "run")
     settings = dict(zip((w.removeprefix("--") for w in words[::2]), words[1::2], strict=True))
     settings |= {"eval_steps": 3, "save_total_limit": None, "save_steps": 100}
+    settings["push_to_hub"] = True  # of the best one, later: no trial asks for the Hub
     settings = {k: int(v) if str(v).isdigit() else v for k, v in settings.items()} | {
         "learning_rate": 1e-3
     }
@@ -774,7 +775,8 @@ def test_search(tiny_model: Path, rows_file: Path, odd_file: Path, tmp_path: Pat
         study_name="accuracy", storage=f"sqlite:///{tmp_path / 'search/study.db'}"
     )
     assert len(study.trials) == 3
-    train.main(["--config", str(tmp_path / "search/best.yaml")])
+    assert best["push_to_hub"] is True
+    train.main(["--config", str(tmp_path / "search/best.yaml"), "--push_to_hub", "false"])
 
 
 def test_a_space_that_cannot_be(tmp_path: Path) -> None:
@@ -782,9 +784,117 @@ def test_a_space_that_cannot_be(tmp_path: Path) -> None:
     from accel_ft import search
 
     (tmp_path / "job.yaml").write_text("seed: 1\n")
-    (tmp_path / "space.yaml").write_text("learning_rat: [1]\nseed: {low: 1}\nwarmup_steps: 3\n")
+    (tmp_path / "space.yaml").write_text(
+        "learning_rat: [1]\nseed: {low: 1}\nwarmup_steps: 3\nweight_decay: {low: 0, high: 0.1, log: true}\n"
+    )
     with pytest.raises(ConfigError) as caught:
         search.main(["--job", str(tmp_path / "job.yaml"), "--space", str(tmp_path / "space.yaml")])
-    assert "learning_rat: unknown key. Did you mean `learning_rate`?" in str(caught.value)
+    assert "learning_rat: cannot be varied. Did you mean `learning_rate`?" in str(caught.value)
     assert "seed={'low': 1}: no range" in str(caught.value)
     assert "warmup_steps=3: no range" in str(caught.value)
+    assert "weight_decay={'low': 0, 'high': 0.1, 'log': True}: no range" in str(caught.value)
+
+
+def test_card_and_report_of_a_run_killed_before_them(words: list[str], tmp_path: Path) -> None:
+    """What the end still lacks is written by the next start, which trains nothing."""
+    words += ["--max_steps", "2", "--report_to", "html"]
+    train.main(words)
+    run = tmp_path / "run"
+    card = (run / "model/README.md").read_bytes()
+    (run / "model/README.md").unlink(), (run / "report.html").unlink()
+    events = (run / "metrics.jsonl").read_bytes()
+    train.main([*words, "--resume_from_checkpoint", "latest"])
+    assert (run / "model/README.md").read_bytes() == card
+    assert (run / "report.html").is_file()
+    assert (run / "metrics.jsonl").read_bytes() == events
+
+
+def test_mistakes_may_hold_any_line_break(words: list[str], tmp_path: Path) -> None:
+    from accel_ft.reporting.record import read_record
+
+    train.main([*words, "--max_steps", "1"])
+    file = tmp_path / "run/mistakes.jsonl"
+    first = json.loads(file.read_text().split("\n")[0]) | {"text": "one\u2028two\x85three"}
+    file.write_text(json.dumps(first, ensure_ascii=False) + "\n")
+    assert read_record(tmp_path / "run").mistakes == [first]
+    (tmp_path / "run/config.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_record(tmp_path / "run")
+
+
+def test_a_model_too_large_to_be_measured(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accel_ft.engine import fitting
+
+    monkeypatch.setattr(fitting, "free_bytes", lambda device: 1000)
+    with pytest.raises(ConfigError, match="auto: the whole model, 0 MiB, has no room"):
+        train.main([*words, "--per_device_train_batch_size", "auto"])
+
+
+def test_a_head_keeps_its_labels(
+    words: list[str], tmp_path: Path, rows_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A classifier trained on: where its labels are those of the rows, in its own order; else under new names."""
+    from transformers import AutoModelForSequenceClassification
+
+    train.main([*words, "--max_steps", "1"])
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run/model")
+    order = ["Sports", "Business", "World", "Sci/Tech"]
+    for names in (order, ["a", "b", "c", "d"]):
+        model.config.id2label = dict(enumerate(names))
+        model.config.label2id = {name: number for number, name in enumerate(names)}
+        model.save_pretrained(tmp_path / names[0])
+        for file in (tmp_path / "run/model").glob("*token*"):
+            (tmp_path / names[0] / file.name).write_bytes(file.read_bytes())
+        words[1], words[words.index("--output_dir") + 1] = (
+            str(tmp_path / names[0]),
+            str(tmp_path / f"{names[0]}_run"),
+        )
+        with caplog.at_level("WARNING"):
+            train.main([*words, "--max_steps", "1"])
+    receipts = [
+        json.loads((tmp_path / f"{name}_run/receipt.json").read_text()) for name in ("Sports", "a")
+    ]
+    assert receipts[0]["identity"]["labels"] == order
+    assert receipts[1]["identity"]["labels"] == sorted(order)
+    assert (
+        caplog.text.count(
+            "is kept, though it was trained for other labels: a -> Business, b -> Sci/Tech"
+        )
+        == 1
+    )
+
+
+def test_folders_without_a_name(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--reproduce .` and `--output .` mean the folder one is in."""
+    from accel_ft import export
+
+    train.main([*words, "--max_steps", "2"])
+    monkeypatch.chdir(tmp_path / "run")
+    train.main(["--reproduce", "."])
+    assert (tmp_path / "run_again/model").is_dir()
+    (tmp_path / "new").mkdir()
+    monkeypatch.chdir(tmp_path / "new")
+    export.main(["--checkpoint", "../run", "--output", "."])
+    assert (tmp_path / "new/model.safetensors").is_file()
+
+
+def test_export_of_a_sharded_classifier(words: list[str], tmp_path: Path) -> None:
+    """As large ones lie on the Hub: in several files."""
+    from transformers import AutoModelForSequenceClassification
+
+    from accel_ft import export
+
+    train.main([*words, "--max_steps", "1"])
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run/model")
+    for file in (tmp_path / "run/model").glob("*token*"):
+        (tmp_path / "large").mkdir(exist_ok=True)
+        (tmp_path / "large" / file.name).write_bytes(file.read_bytes())
+    model.save_pretrained(tmp_path / "large", max_shard_size="20KB")
+    assert len(list((tmp_path / "large").glob("*.safetensors"))) > 1
+    export.main(["--checkpoint", str(tmp_path / "large"), "--output", str(tmp_path / "out")])
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())

@@ -75,6 +75,9 @@ def test_another_cut_or_tokenizer_is_another_store(
     left = load_tokenizer(str(tiny_model))
     left.truncation_side = "left"
     assert store_of(rows_file, left, 8).fingerprint != store_of(rows_file, tokenizer, 8).fingerprint
+    typeless = load_tokenizer(str(tiny_model))
+    typeless.model_input_names = ["input_ids", "attention_mask"]  # pairs get no types from it
+    assert store_of(rows_file, typeless).fingerprint != store_of(rows_file, tokenizer).fingerprint
     prints = {
         store_of(rows_file, tok, cut).fingerprint for tok in (tokenizer, other) for cut in (8, 16)
     }

@@ -414,6 +414,28 @@ def test_activations_are_counted() -> None:
     assert need.moments == 2 * need.parameters == 2 * need.gradients
 
 
+def test_checkpointing_keeps_less_and_nothing_fixed() -> None:
+    """Layers that are computed again keep their inputs; what does not grow with the rows stays as small."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
+    model = BertForSequenceClassification(BertConfig(vocab_size=50, **sizes)).train()
+
+    def loss(rows: int) -> torch.Tensor:
+        return model(torch.ones(rows, 16, dtype=torch.int64)).logits.sum()
+
+    plain = memory.need(model, loss, 4)
+    model.gradient_checkpointing_enable()
+    saving = memory.need(model, loss, 4)
+    assert saving.per_row < plain.per_row / 2
+    assert saving.fixed <= plain.fixed + 1000
+
+
 def test_will_it_fit() -> None:
     wanted = memory.Need(400, 400, 800, per_row=100, fixed=0, largest_layer=50)
     well(fit.will_it_fit(wanted, "ddp", 2, capacity=4000, rows=8))

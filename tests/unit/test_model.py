@@ -154,3 +154,81 @@ def test_a_run_with_a_slip_of_the_pen(tmp_path: Path, monkeypatch: pytest.Monkey
     ):
         resolve("runs/quikstart", "checkpoint")
     assert resolve("runs/bert") == "runs/bert"  # a Hub id
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
+def test_an_index_that_leads_out_of_its_folder(tiny_model: Path, tmp_path: Path, name: str) -> None:
+    classifier(tiny_model, 3).save_pretrained(tmp_path)
+    (tmp_path / name).write_text('{"weight_map": {"a": "../other.bin"}}')
+    with pytest.raises(ConfigError, match="index.json names '../other.bin', no file of the folder"):
+        load_for_inference(str(tmp_path), load_model_config(str(tmp_path)))
+
+
+def test_a_tokenizer_that_cannot_pad(tiny_model: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny_model))
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="has neither a pad nor an end token"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_one_logit_alone_is_a_number(tiny_model: Path) -> None:
+    """Cross-encoders and reward models leave problem_type open; transformers takes them so too."""
+    from accel_ft.checkpoint.open import Classifier
+
+    kinds = {
+        n: Classifier("", classifier(tiny_model, n), None, [], None).problem_type for n in (1, 2)
+    }
+    assert kinds == {1: "regression", 2: "single_label_classification"}
+
+
+def test_a_card_names_the_hub_only_for_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accel_ft.runtime.card import model_card
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows" / "mine").mkdir(parents=True)
+    local = {"model_name_or_path": "runs/x/model", "dataset_name": "rows/mine", "output_dir": "a"}
+    card = model_card(["no", "yes"], local, {"accuracy": 0.5})
+    assert "base_model:" not in card
+    assert "datasets:" not in card
+    assert "type: custom" in card
+    hub = {
+        "model_name_or_path": "distilbert/distilbert-base-uncased",
+        "dataset_name": "fancyzhx/ag_news",
+    }
+    card = model_card(["no", "yes"], hub, {"accuracy": 0.5})
+    assert "base_model: distilbert/distilbert-base-uncased" in card
+    assert "- fancyzhx/ag_news" in card
+
+
+def test_a_refusal_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accel_ft.runtime import card
+
+    class Silent:
+        def create_repo(self, *_: Any, **__: Any) -> None:
+            raise TimeoutError
+
+    monkeypatch.setattr(card, "HfApi", Silent)
+    with pytest.raises(ConfigError, match=r"the Hub refuses: TimeoutError\(\)"):
+        card.require_repo("a/b", private=False)
+
+
+def test_the_commit_is_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installed into an environment inside somebody's checkout, that one's commit says nothing of us."""
+    import subprocess
+
+    import accel_ft
+    from accel_ft.runtime.receipt import git_commit
+
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x", "-C", str(tmp_path)]
+    (tmp_path / "theirs.py").touch()
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *words], check=True)
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / "__init__.py").touch()
+    monkeypatch.setattr(accel_ft, "__file__", str(tmp_path / "installed" / "__init__.py"))
+    assert git_commit() is None
+    subprocess.run([*git, "add", "."], check=True)
+    assert git_commit().endswith("-dirty")

@@ -102,6 +102,10 @@ def test_missing_columns_of_all_files_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         check_first_rows(DataConfig(**files))
     assert str(error.value).count("text_column=text: no such column in") == 3
+    files["train_file"].write_bytes("text,label".encode("utf-16"))
+    with pytest.raises(DataError, match="is UTF-16(.|\n)*no such column(.|\n)*no such column"):
+        check_first_rows(DataConfig(**files))
+    files["train_file"].write_text("txt,label\nx,1\n")
     check_first_rows(DataConfig(**files, text_column="txt"))
 
 
@@ -156,13 +160,23 @@ def test_a_dataset_folder_with_named_labels(tmp_path: Path) -> None:
         {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])}
     )
     (tmp_path / "data").mkdir()
-    for split, label in (("train", 1), ("test", 0)):
-        rows = datasets.Dataset.from_dict({"text": ["a"], "label": [label]}, features=features)
+    labels = {"train": [-1, 1, -1], "validation": [-1, -1, -1], "test": [0, 0, 0]}  # -1: kept back
+    for split, each in labels.items():
+        rows = datasets.Dataset.from_dict(
+            {"text": ["x", "a", "y"], "label": each}, features=features
+        )
         rows.to_parquet(tmp_path / "data" / f"{split}.parquet")
     sources = hub_sources(str(tmp_path / "data"), "label")
     assert list(sources) == ["train", "test"]
     assert list(sources["train"].rows(DataConfig())) == [("row 0", "a", "yes")]
-    assert list(sources["test"].rows(DataConfig())) == [("row 0", "a", "no")]
+    assert [row[1:] for row in sources["test"].rows(DataConfig())] == [
+        ("x", "no"),
+        ("a", "no"),
+        ("y", "no"),
+    ]
+    rows.map(lambda row: {"label": -1}).to_parquet(tmp_path / "data" / "train.parquet")
+    with pytest.raises(ConfigError, match="has no split `train` with labels"):
+        hub_sources(str(tmp_path / "data"), "label")
 
 
 def test_the_hub_out_of_reach_names_the_quickstart() -> None:

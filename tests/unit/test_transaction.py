@@ -1,8 +1,10 @@
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from accel_ft.checkpoint import state, transaction
+from accel_ft.checkpoint import convert, state, transaction
 from accel_ft.checkpoint.open import model_folder
 from accel_ft.errors import CheckpointError
 
@@ -147,3 +149,30 @@ def test_what_a_user_calls_a_checkpoint(tmp_path: Path) -> None:
     (newest / "weights").unlink()
     with pytest.raises(CheckpointError, match="weights is missing"):
         model_folder(str(newest))
+
+
+def test_a_checkpoint_without_a_loss_scale_loads_under_fp16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """accelerate would look for the file; the scale starts anew, and is the accelerator's again afterwards."""
+    seen = []
+    accelerator = SimpleNamespace(scaler="scaler")
+    monkeypatch.setattr(convert, "_load_parts", lambda a, folder: seen.append(a.scaler))
+    convert.load_any(accelerator, tmp_path)
+    (tmp_path / "scaler.pt").touch()
+    convert.load_any(accelerator, tmp_path)
+    assert (seen, accelerator.scaler) == ([None, "scaler"], "scaler")
+
+
+def test_random_numbers_of_another_kind_of_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They cannot be restored: the run says so, and starts them anew."""
+    monkeypatch.setattr(convert, "load_any", lambda *_: None)
+    accelerator = SimpleNamespace(num_processes=1, device=torch.device("cpu"))
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(1)
+        with caplog.at_level("INFO"):
+            state.load(accelerator, tmp_path, {"step": 3, "num_processes": 1, "device": device}, 42)
+        assert (torch.initial_seed() == 1) == (device == "cpu")
+    assert caplog.text.count("saved by 1 processes (cuda), resumed by 1 (cpu)") == 1
