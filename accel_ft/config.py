@@ -512,7 +512,6 @@ def checked(
             found = str(value).lower() if where else "no value"
             listed.append(f"{key}{where}: {found} given. Allowed: {type_name(fields[key])}")
     sound = {key: value for key, value in values.items() if key not in faulty}
-    config = None
     try:
         config = config_class.model_validate(sound)
     except ValidationError as error:
@@ -529,12 +528,12 @@ def checked(
             else:
                 allowed = type_name(fields[key])
                 listed.append(f"{key}={item['input']}{where}: {item['msg']}. Allowed: {allowed}")
+        # For what is wrong between the others; what is missing is a text or an existing file.
         sound = {key: value for key, value in values.items() if key not in faulty}
-        if all(key in sound for key, field in fields.items() if field.is_required()):
-            config = config_class.model_validate(sound)  # for what is wrong between the others
-    if config is not None:
-        listed += [message for keys, message in config.rules() if not faulty & set(keys)]
-    if listed or config is None:
+        required = {key: __file__ for key, field in fields.items() if field.is_required()}
+        config = config_class.model_validate(required | sound)
+    listed += [message for keys, message in config.rules() if not faulty & set(keys)]
+    if listed:
         many = f"{len(listed)} faults in the configuration:\n  " if len(listed) > 1 else ""
         raise ConfigError(many + "\n  ".join(listed))
     return config
@@ -621,7 +620,7 @@ def _kinds(annotation: Any) -> tuple[Any, ...]:
 
 
 def _from_text(key: str, field: FieldInfo, value: Any) -> Any:
-    """A command-line word; `none` and `null` mean None where the key allows it, commas a list."""
+    """A command-line word; `none` and `null` mean None where the key allows it."""
     kinds = _kinds(field.annotation)
     if not isinstance(value, str) or key in ("text", "text_pair"):  # a text is what it is
         return value

@@ -16,26 +16,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     memory.
     """
     config = parse(ExportConfig, argv, "export")
-    if config.output.is_file():
+    output = config.output.resolve()  # ".", too, which is replaced
+    if output.is_file():
         raise ConfigError(f"output={config.output}: is a file. Fix: the name of a folder")
-    if config.output.exists() and any(config.output.iterdir()):
+    if output.exists() and any(output.iterdir()):
         raise ConfigError(f"output={config.output}: is not empty. Fix: another folder")
     if config.format == "onnx":
         from accel_ft.model.onnx import require_onnx
 
         require_onnx()
-    difference = export(config.checkpoint, config.output, config.format == "onnx")
+    difference = export(config.checkpoint, output, config.format == "onnx")
     if difference is not None:
-        print(
-            f"onnx: {config.output / 'model.onnx'}, logits within {difference:.1e} of the model's"
-        )
+        print(f"onnx: {output / 'model.onnx'}, logits within {difference:.1e} of the model's")
     print(f"model: {config.output}")
     if config.push_to_hub:
         from accel_ft.runtime.card import push, require_repo
 
-        repo_id = config.repo_id(config.output)
+        repo_id = config.repo_id(output)
         require_repo(repo_id, config.hub_private_repo)
-        print(f"pushed: {push(config.output, repo_id)}")
+        print(f"pushed: {push(output, repo_id)}")
 
 
 def export(checkpoint: str, output: Path, with_onnx: bool = False) -> float | None:

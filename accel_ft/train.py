@@ -125,8 +125,8 @@ def _describe(config: TrainConfig, label_names: list[str], events: list[dict[str
 
     tested = [event for event in events if event["event"] == "test"]
     scores = scores_of((tested or events)[-1])
-    settings = config.model_dump(mode="json", exclude_defaults=True)
-    card = model_card(label_names, settings, scores)
+    settings = config.resolved(resume_from_checkpoint=None, allow_changed=(), profile=False)
+    card = model_card(label_names, settings.model_dump(mode="json", exclude_defaults=True), scores)
     write_whole(config.output_dir / "model" / "README.md", card)
     if "html" not in config.report_to:
         return

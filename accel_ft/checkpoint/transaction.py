@@ -76,7 +76,6 @@ def start(final: Path) -> Path:
 @contextlib.contextmanager
 def writing(final: Path) -> Iterator[Path]:
     """Give an empty staging folder; publish it without a manifest, or remove it after a fault."""
-    final = final.absolute()  # "." has no name
     final.parent.mkdir(parents=True, exist_ok=True)
     staging = start(final)
     try:

@@ -322,7 +322,7 @@ def check_first_rows(config: DataConfig) -> None:
 def read_text(record: dict[str, Any], column: str, pair: str | None) -> tuple[Text, str | None]:
     """Return a row's text, or pair of texts, and what is wrong with it."""
     texts = []
-    for name in filter(None, (column, pair)):
+    for name in (column,) if pair is None else (column, pair):
         text = record.get(name)
         if not isinstance(text, str):
             return "", f"{name} is {_show(text)}, not a text"

@@ -148,7 +148,7 @@ def load_splits(config: TrainConfig, tokenizer: Any, model_labels: Sequence[str]
             len(validation), 0.98 / len(validation) ** 0.5,
         )  # fmt: skip
     _warn_of_look_alikes(names)
-    for name in splits.keys() - {"train"}:
+    for name in [name for name in splits if name != "train"]:
         shared = count_shared_texts(train, splits[name])
         if shared:
             logger.warning(
@@ -163,14 +163,20 @@ def _open(
     config: DataConfig,
     tokenizer: Any,
     model_labels: Sequence[str],
+    fixed: bool = False,
 ) -> tuple[list[str], dict[str, Split]]:
     """Return label names and splits; where no validation rows are given, they are cut off the
     training rows.
+
+    Args:
+        model_labels: taken where the training rows have the same ones.
+        fixed: taken in any case.
     """
     stores = {name: _store(source, config, tokenizer) for name, source in sources.items()}
-    names = output_names(stores["train"], config) if "train" in stores else list(model_labels)
-    if set(names) == set(model_labels):
-        names = list(model_labels)
+    names = list(model_labels)
+    if not fixed:
+        found = output_names(stores["train"], config)
+        names = names if sorted(found) == sorted(names) else found
     splits = {
         name: Split(store, targets(store, names, config), 0, len(store))
         for name, store in stores.items()
@@ -221,7 +227,7 @@ def load_eval_split(
     given = "train" if wanted == "validation" and wanted not in sources else wanted
     if given not in sources:
         raise ConfigError(f"split={wanted}: the job names no {wanted} rows. Fix: --{wanted}_file")
-    _, splits = _open({given: sources[given]}, config, tokenizer, names)
+    _, splits = _open({given: sources[given]}, config, tokenizer, names, fixed=True)
     return wanted, splits[wanted]
 
 

@@ -25,7 +25,7 @@ def same_curve(
     far = np.flatnonzero(~(gaps <= tolerance).all(axis=1))  # what is no number is not near
     if len(far):
         first = int(far[0]) + 1
-        mine, theirs = ours[first - 1], alone[first - 1]
+        mine, theirs = a[first - 1], b[first - 1]
         return failed(
             check,
             f"update {first}: loss {mine[0]:.6f} against {theirs[0]:.6f}, gradient norm "

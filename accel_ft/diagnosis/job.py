@@ -3,6 +3,7 @@
 `examine` is the doctor's whole examination; `preflight` the part of it that every run begins with.
 """
 
+import gc
 import logging
 import math
 import secrets
@@ -45,7 +46,6 @@ from accel_ft.errors import LaunchError, UserError
 from accel_ft.model import dropout
 from accel_ft.model.memory import free_bytes
 from accel_ft.model.optim import make_optimizer, make_scheduler, scaled_learning_rate
-from accel_ft.runtime.fsdp import strategy_of
 from accel_ft.runtime.hub import hub_reachable
 from accel_ft.runtime.launch import make_training_accelerator
 from accel_ft.runtime.logging import progress_bar, read_events
@@ -191,7 +191,7 @@ def _on_the_job(
     with dropout.on_cpu(accelerator.device):  # as training does
         yield from _on_the_loop(run)
         yield from _on_the_replicas(run, "at the end")
-        del run  # what follows needs the room for two
+        _let_go(run)  # what follows needs its room
         yield from resume.resume(_jobs(job, watch, folder), folder, steps=1)
 
 
@@ -249,7 +249,7 @@ def _on_a_plain_model(run: Run) -> Iterator[Finding]:
     model.to(device).train()
     yield _fit(run, model)
     _without_dropout(model)
-    yield tensors.aliased_parameters(model, strategy_of(run.model).startswith("FSDP"))
+    yield tensors.aliased_parameters(model, replicas.is_sharded(run.model))
     yield tensors.shared_modules(run.train_batches, model)
     parts = run.plan.micro_batches(0, run.num_micro_batches)
     micro_batches = [_batch(run, places) for places in parts if len(places)]
@@ -463,7 +463,6 @@ class _Job:
     def save(self, folder: Path) -> None:
         self.run.save()
         self.run.settle()
-        self.run.close()
 
     def load(self, folder: Path) -> None:
         self.run.config = self.run.config.resolved(resume_from_checkpoint="latest")
@@ -473,8 +472,20 @@ class _Job:
 def _jobs(config: TrainConfig, watch: Watch, folder: Path) -> Callable[[], _Job]:
     """Return what builds the job anew each time, in the same folder."""
     job = config.resolved(output_dir=folder / "resume", max_steps=1000)
+    made: list[_Job] = []
 
     def make() -> _Job:
-        return _Job(_quiet(build(job, make_training_accelerator(LIMIT_SECONDS), watch)))
+        if made:
+            _let_go(made.pop().run)
+        made.append(_Job(_quiet(build(job, make_training_accelerator(LIMIT_SECONDS), watch))))
+        return made[-1]
 
     return make
+
+
+def _let_go(run: Run) -> None:
+    """Free a run's model and moments; what accelerate prepares stands in circles."""
+    run.close()
+    run.accelerator.free_memory()
+    run.model = run.optimizer = run.scheduler = None  # type: ignore[assignment]
+    gc.collect()

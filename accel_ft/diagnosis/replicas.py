@@ -47,10 +47,16 @@ def _differing(tensors: Tensors) -> tuple[list[str], int, list[int]]:
     return differing, len(names), sorted(odd)
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP, of either version, or another scheme has given each rank a share."""
+    shares = any(hasattr(parameter, "to_local") for parameter in model.parameters())
+    return shares or strategy_of(model).startswith("FSDP")
+
+
 def _alike(check: str, model: nn.Module, tensors: Tensors, mend: str) -> Finding:
     if num_ranks() == 1:
         return skipped(check, "one process: nothing to compare with")
-    if strategy_of(model).startswith("FSDP"):
+    if is_sharded(model):
         return skipped(check, "each rank holds its own share under FSDP")
     differing, count, odd = _differing(tensors)
     if differing:

@@ -60,8 +60,9 @@ def all_finite(run: Run, grad_norm: torch.Tensor) -> bool:
 
 def _is_late(run: Run) -> bool:
     """Whether outcomes are read an update later."""
-    where = next(run.model.parameters()).device.type  # offloaded, the CPU, which would not wait
-    return where == "cuda" and run.accelerator.scaler is None
+    on_device = run.accelerator.device.type == "cuda" and run.accelerator.scaler is None
+    # Where parameters are offloaded the CPU makes the step, and would not wait for the answer.
+    return on_device and next(run.model.parameters()).device.type == "cuda"
 
 
 def _measure(run: Run, grad_norm: torch.Tensor) -> Outcome:

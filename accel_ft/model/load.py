@@ -200,7 +200,8 @@ def labels_of(config: Any) -> list[str]:
     """Return the label names of a model by id; none where it is no sequence classifier."""
     if not any("SequenceClassification" in kind for kind in config.architectures or ()):
         return []
-    return [str(config.id2label[label_id]) for label_id in range(config.num_labels)]
+    names = config.id2label
+    return [str(names.get(number, f"LABEL_{number}")) for number in range(config.num_labels)]
 
 
 def load_for_inference(
@@ -243,7 +244,9 @@ def _load(key: str, folder: str, **kwargs: Any) -> tuple[Any, list[str]]:
 def _from_pretrained(key: str, folder: str, load: Callable[..., T], **kwargs: Any) -> T:
     with fetching(key, folder):
         for index in Path(folder).glob("*.index.json"):  # sharded weights, followed anywhere
-            for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values():
+            for name in (
+                json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values()
+            ):
                 if Path(name).name != name:
                     raise ValueError(f"{index.name} names {name!r}, no file of the folder")
         found = load(folder, trust_remote_code=False, **kwargs)  # no code that a model brings along

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from accel_ft.config import read_settings
 from accel_ft.errors import ConfigError
-from accel_ft.metrics import class_scores
 from accel_ft.runtime.logging import read_events
 
 CALIBRATION_BINS = 15
@@ -114,6 +113,8 @@ def intervals(hits: int, present: int, predicted: int, total: int) -> dict[str, 
     Returns:
         precision, recall, f1: lower and upper end.
     """
+    from accel_ft.metrics import class_scores  # `import evaluate` is slow to come
+
     counts = np.array([hits, present - hits, predicted - hits, total - present - predicted + hits])
     drawn = np.random.default_rng(0).multinomial(total, counts / total, RESAMPLES)
     hit, missed, false = drawn[:, 0], drawn[:, 1], drawn[:, 2]

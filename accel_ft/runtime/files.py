@@ -1,6 +1,7 @@
 """Files that are whole or not there, and a folder that belongs to one process."""
 
 import contextlib
+import errno
 import logging
 import os
 from collections.abc import Iterator
@@ -37,12 +38,9 @@ def locked(folder: Path, path: Path) -> Iterator[None]:
     """
     path.parent.mkdir(exist_ok=True)
     lock = FileLock(path, fallback_to_soft=False)  # a marker would outlive a killed run
+    held: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     try:
         held = lock.acquire(timeout=0)
-    except NotImplementedError:
-        logger.warning("%s: its file system has no locks; see to it that one run uses it", folder)
-        yield
-        return
     except Timeout:
         logger.warning("%s is in use by another run: waiting %.0f s", folder, LOCK_SECONDS)
         try:
@@ -52,5 +50,9 @@ def locked(folder: Path, path: Path) -> Iterator[None]:
                 f"output_dir={folder}: another run is writing to it. Fix: end that run, or another "
                 "--output_dir"
             ) from error
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            raise
+        logger.warning("%s: its file system has no locks; see to it that one run uses it", folder)
     with held:
         yield

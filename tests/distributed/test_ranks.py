@@ -141,7 +141,7 @@ def test_resume_on_another_number_of_ranks_says_so(
     launch("cpu_ddp.yaml", "-m", "accel_ft.train", *words, "--max_steps", 4)
     train.main([*words, "--max_steps", "8", "--resume_from_checkpoint", "latest"])
     error = capsys.readouterr().err
-    assert "saved by 2 processes, resumed by 1" in error
+    assert "saved by 2 processes (cpu), resumed by 1 (cpu)" in error
     assert "the random streams of dropout cannot" in error
 
 

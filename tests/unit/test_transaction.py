@@ -1,3 +1,4 @@
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -169,10 +170,11 @@ def test_random_numbers_of_another_kind_of_device(
 ) -> None:
     """They cannot be restored: the run says so, and starts them anew."""
     monkeypatch.setattr(convert, "load_any", lambda *_: None)
+    monkeypatch.setattr(logging.getLogger("accel_ft"), "propagate", True)  # setup_logging ends it
     accelerator = SimpleNamespace(num_processes=1, device=torch.device("cpu"))
     for device in ("cpu", "cuda"):
         torch.manual_seed(1)
-        with caplog.at_level("INFO"):
+        with caplog.at_level("INFO", logger="accel_ft"):
             state.load(accelerator, tmp_path, {"step": 3, "num_processes": 1, "device": device}, 42)
         assert (torch.initial_seed() == 1) == (device == "cpu")
     assert caplog.text.count("saved by 1 processes (cuda), resumed by 1 (cpu)") == 1
