@@ -140,9 +140,9 @@ class Run:
                 self.profiler = make_profiler(self.output_dir / "profile", rank)
                 self.profiler.start()
         self.timed_since = time.monotonic()
-        if self.eval_is_due and self.evaluate():  # it may come from another folder
-            if not self.watch.tell(self._best_folder().is_dir())[0]:
-                self.save()
+        is_best = self.eval_is_due and self.evaluate()
+        if is_best and not self.watch.tell(self._best_folder().is_dir())[0]:  # from another folder
+            self.save()
         start = self.step * self.num_micro_batches
         workers = self.config.dataloader_num_workers
         self.loader = make_loader(self.accelerator, self.train_batches, start, workers)

@@ -386,6 +386,7 @@ def summarise(about: dict[str, Any], results: dict[str, list[dict[str, Any]]], r
         median = statistics.median(seconds)
         table[name] = {
             "samples_per_second": about["num_samples"] / median,
+            "slowest_and_fastest": [about["num_samples"] / s for s in (max(seconds), min(seconds))],
             "tokens_per_second": about["num_tokens"] / median,
             "padding": 1 - about["num_tokens"] / turns[0]["padded_tokens"],
             "of_peak": about["flops"] / median / rate,
@@ -427,8 +428,11 @@ def plot(table: Any, path: Path) -> None:
     names = list(table)[::-1]
     speeds = [table[name]["samples_per_second"] for name in names]
     colors = ["#1f77b4" if name == "ours" else "#b0b0b0" for name in names]
-    axes.bar_label(axes.barh(names, speeds, color=colors), fmt="%.1f", padding=3)
-    axes.set_xlabel("samples per second (median)")
+    ends = np.array([table[name]["slowest_and_fastest"] for name in names]).T
+    spread = np.abs(ends - speeds)
+    bars = axes.barh(names, speeds, color=colors, xerr=spread, error_kw={"lw": 1, "capsize": 3})
+    axes.bar_label(bars, fmt="%.1f", label_type="center", color="white")
+    axes.set_xlabel("samples per second: median, slowest and fastest turn")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
 
