@@ -121,7 +121,7 @@ def _number(value: Any) -> str | None:
 
 
 MEANT = {
-    "single_label_classification": "a text, or an integer (of those that have a name, if any do)",
+    "single_label_classification": "a text or an integer",
     "multi_label_classification": "a list of different labels, or text with label_separator",
     "regression": "a finite number",
 }

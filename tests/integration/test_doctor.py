@@ -59,7 +59,7 @@ def test_a_job_of_its_own(tmp_path: Path) -> None:
 
 def test_a_model_alone_is_a_job_of_its_own(tmp_path: Path, tiny_model: Path) -> None:
     """As `train` takes it, for AG News: the doctor's own rows and model do not stand in for it."""
-    code, found = examined(tmp_path, "--model_name_or_path", tiny_model)
+    code, found = examined(tmp_path, "--model_name_or_path", tiny_model, "--max_seq_length", 32)
     assert (code, found["set-up"]["verdict"]) == (1, "FAIL")
     assert "dataset_name=fancyzhx/ag_news: the Hub cannot be reached" in found["set-up"]["measured"]
 

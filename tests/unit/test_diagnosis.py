@@ -430,7 +430,7 @@ def test_checkpointing_keeps_less_and_nothing_fixed() -> None:
         return model(torch.ones(rows, 16, dtype=torch.int64)).logits.sum()
 
     plain = memory.need(model, loss, 4)
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     saving = memory.need(model, loss, 4)
     assert saving.per_row < plain.per_row / 2
     assert saving.fixed <= plain.fixed + 1000
