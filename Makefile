@@ -10,7 +10,7 @@ check:
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
-	$(PYTHON) -m pytest -q tests/unit/test_layering.py
+	$(PYTHON) -m pytest -q -n 0 tests/unit/test_layering.py
 
 test:
 	$(PYTHON) -m pytest

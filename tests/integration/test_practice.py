@@ -678,7 +678,8 @@ def test_the_largest_micro_batch_that_fits(
 
     monkeypatch.setattr(fitting, "measured_need", keep)
     train.main([*words, "--output_dir", str(tmp_path / "much")])
-    three_rows = int(measured[0].on_rank("none", 1, 3) / (1 - fitting.RESERVE)) + 1000
+    three_rows = measured[0].on_rank("none", 1, 0) + 3 * fitting.AT_WORK * measured[0].per_row
+    three_rows = int(three_rows / (1 - fitting.RESERVE)) + 1000
     monkeypatch.setattr(fitting, "device_bytes", lambda _: three_rows)
     train.main([*words, "--output_dir", str(tmp_path / "little")])
     steps = [
