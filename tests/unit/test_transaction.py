@@ -8,6 +8,7 @@ import torch
 from accel_ft.checkpoint import convert, state, transaction
 from accel_ft.checkpoint.open import model_folder
 from accel_ft.errors import CheckpointError
+from accel_ft.runtime.launch import make_accelerator
 
 
 def publish(root: Path, step: int) -> Path:
@@ -171,7 +172,7 @@ def test_random_numbers_of_another_kind_of_device(
     """They cannot be restored: the run says so, and starts them anew."""
     monkeypatch.setattr(convert, "load_any", lambda *_: None)
     monkeypatch.setattr(logging.getLogger("accel_ft"), "propagate", True)  # setup_logging ends it
-    accelerator = SimpleNamespace(num_processes=1, device=torch.device("cpu"))
+    accelerator = make_accelerator()
     for device in ("cpu", "cuda"):
         torch.manual_seed(1)
         with caplog.at_level("INFO", logger="accel_ft"):
