@@ -25,9 +25,9 @@ from accel_ft.runtime.watch import Watch
 logger = logging.getLogger(__name__)
 
 TRAINER_STATE = "trainer_state.json"
+RUN_STATE = ("step", "loss_weight", "best", "num_worse", "eval_is_due")  # a run's own, by name
 TRAINER_STATE_KEYS = {
-    "step", "num_processes", "identity", "scheduler", "loss_sums", "loss_weight", "best",
-    "num_worse", "eval_is_due", "passed_over", "device",
+    *RUN_STATE, "num_processes", "device", "identity", "scheduler", "loss_sums", "passed_over",
 }  # fmt: skip
 
 

@@ -35,8 +35,6 @@ from accel_ft.runtime.watch import Watch
 
 logger = logging.getLogger(__name__)
 
-SAVED = ("step", "loss_weight", "best", "num_worse", "eval_is_due")  # in trainer_state.json as here
-
 
 @dataclass(kw_only=True)
 class Run:
@@ -181,7 +179,7 @@ class Run:
         state.check_same_run(folder, saved["identity"], self.identity, self.config.allow_changed)
         state.load(self.accelerator, folder, saved, self.config.seed)
         self.scheduler.load_state_dict(saved["scheduler"])
-        for name in SAVED:
+        for name in state.RUN_STATE:
             setattr(self, name, saved[name])
         self.saved_step = self.step
         self.passed_over |= set(saved["passed_over"])
@@ -346,7 +344,7 @@ class Run:
         started = time.monotonic()
         self.settle()
         self.events.sync()
-        trainer_state = {name: getattr(self, name) for name in SAVED} | {
+        trainer_state = {name: getattr(self, name) for name in state.RUN_STATE} | {
             "num_processes": self.accelerator.num_processes,
             "device": self.accelerator.device.type,
             "identity": self.identity,
