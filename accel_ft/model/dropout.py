@@ -40,14 +40,20 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, values: torch.Tensor, dropped: int) -> torch.Tensor:
         draws = torch.empty(-(-values.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
         slices = draws.view(torch.int16)[: values.numel()].view(values.shape)
-        mask = (slices >= dropped - LEVELS // 2).to(values.dtype).mul_(LEVELS / (LEVELS - dropped))
-        ctx.save_for_backward(mask)
-        return values * mask
+        kept = (slices >= dropped - LEVELS // 2).view(torch.uint8)  # torch casts bool slower
+        ctx.save_for_backward(kept)
+        ctx.scale = LEVELS / (LEVELS - dropped)
+        return _scaled(values, kept, ctx.scale)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (mask,) = ctx.saved_tensors
-        return gradients[0] * mask, None
+        (kept,) = ctx.saved_tensors
+        return _scaled(gradients[0], kept, ctx.scale), None
+
+
+def _scaled(values: torch.Tensor, kept: torch.Tensor, scale: float) -> torch.Tensor:
+    factors = kept.to(values.dtype)
+    return torch.addcmul(values.new_zeros(()), factors, values, value=scale, out=factors)
 
 
 @contextlib.contextmanager

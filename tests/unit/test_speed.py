@@ -37,6 +37,13 @@ def test_dropout_is_dropout(p: float, dtype: torch.dtype) -> None:
         assert (shares - (1 - p)).abs().max() < 6 * (p * (1 - p) / 999) ** 0.5
 
 
+def test_a_byte_of_each_element_is_kept_for_the_backward_pass() -> None:
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        fast.dropout(torch.ones(1001, requires_grad=True), 0.1, True)
+    assert [tensor.nbytes for tensor in kept] == [1001]
+
+
 def test_neighbours_are_dropped_independently() -> None:
     """The four elements of one draw, and the next draw: no pair says anything of the other."""
     torch.manual_seed(0)
