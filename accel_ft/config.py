@@ -584,13 +584,11 @@ def _parser(config_class: type[Config], prog: str) -> argparse.ArgumentParser:
             group = parser.add_argument_group(GROUPS[key])
         about = " ".join((field.description or "").split()).replace("%", "%%")
         default = "required" if field.is_required() else f"default: {field.default}"
-        group.add_argument(
-            f"--{key}",
-            nargs="?",
-            const=True,
-            metavar=type_name(field),
-            help=f"{about} ({default})",
-        )
+        metavar, words = type_name(field), f"{about} ({default})"
+        if metavar.endswith(",..."):  # a,b or a b
+            group.add_argument(f"--{key}", nargs="*", metavar=metavar, help=words)
+        else:
+            group.add_argument(f"--{key}", nargs="?", const=True, metavar=metavar, help=words)
     return parser
 
 
@@ -622,6 +620,8 @@ def _kinds(annotation: Any) -> tuple[Any, ...]:
 def _from_text(key: str, field: FieldInfo, value: Any) -> Any:
     """A command-line word; `none` and `null` mean None where the key allows it."""
     kinds = _kinds(field.annotation)
+    if isinstance(value, list):
+        value = ",".join(value) or True  # True: there is none
     if not isinstance(value, str) or key in ("text", "text_pair"):  # a text is what it is
         return value
     if type(None) in kinds and value.lower() in ("none", "null"):

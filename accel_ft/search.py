@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise ConfigError(EXTRA) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     settings, space = read_settings(config.job), read_settings(config.space)
-    _check_space(config, space)
+    ranges = _check_space(config, space)
     job = checked(TrainConfig, settings)
     config.output_dir.mkdir(parents=True, exist_ok=True)
     study = optuna.create_study(
@@ -58,9 +58,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         storage=f"sqlite:///{config.output_dir / 'study.db'}",
         load_if_exists=True,
         direction="maximize" if job.takes_highest else "minimize",
-        sampler=optuna.samplers.TPESampler(seed=job.seed),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=config.num_startup_trials),
     )
+    _check_known(config, study.trials, ranges)
+    seed = job.seed + len(study.trials)  # a study that goes on draws anew
+    study.sampler = optuna.samplers.TPESampler(seed=seed)
     for trial in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):  # of a search killed
         study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
         study.enqueue_trial(trial.params)
@@ -85,8 +87,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"job: {best}")
 
 
-def _check_space(config: SearchConfig, space: dict[str, Any]) -> None:
-    """Refuse what is no key of a job, or no range.
+def _check_space(config: SearchConfig, space: dict[str, Any]) -> dict[str, Any]:
+    """Return the distributions by key; refuse what is no key of a job, or no range.
 
     Raises:
         ConfigError: listing all faults.
@@ -108,6 +110,26 @@ def _check_space(config: SearchConfig, space: dict[str, Any]) -> None:
             )
     if not space or faults:
         raise ConfigError(f"space={config.space}: " + ("\n  ".join(faults) or "is empty"))
+    return dict(trial.distributions)
+
+
+def _check_known(config: SearchConfig, trials: list[Any], ranges: dict[str, Any]) -> None:
+    """Refuse a space that the study's earlier trials cannot be compared in.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    from optuna.distributions import check_distribution_compatibility
+
+    for trial in trials:
+        for key in trial.distributions.keys() & ranges.keys():
+            try:
+                check_distribution_compatibility(trial.distributions[key], ranges[key])
+            except ValueError as error:
+                raise ConfigError(
+                    f"space={config.space}: {key} had other choices in the trials of "
+                    f"{config.output_dir}. Fix: those, or another output_dir"
+                ) from error
 
 
 def _suggest(trial: Any, key: str, values: Any) -> Any:
@@ -118,7 +140,7 @@ def _suggest(trial: Any, key: str, values: Any) -> Any:
 
 
 def _run_trial(config: SearchConfig, job: TrainConfig, trial: Any, chosen: dict[str, Any]) -> float:
-    """Train with the chosen settings; return the best value of the metric.
+    """Train with the chosen settings; return the metric of the model that the run ends with.
 
     Raises:
         optuna.TrialPruned: it was worse than the median, and stopped.
@@ -145,9 +167,9 @@ def _run_trial(config: SearchConfig, job: TrainConfig, trial: Any, chosen: dict[
             while running:
                 running = process.poll() is None
                 time.sleep(POLL_SECONDS if running else 0)
-                for event in _evaluations(folder)[len(told) :]:
+                for event in _events(folder, "eval")[len(told) :]:
                     told.append(event[f"eval_{job.best_metric}"])
-                    trial.report(told[-1], event["step"])
+                    trial.report(told[-1], len(told))  # updates are not alike: batches differ
                     if running and not pruned and trial.should_prune():
                         pruned = True
                         process.send_signal(signal.SIGTERM)
@@ -160,13 +182,14 @@ def _run_trial(config: SearchConfig, job: TrainConfig, trial: Any, chosen: dict[
     )
     if pruned:
         raise optuna.TrialPruned
-    if process.returncode != 0 or not told:
+    ends = _events(folder, "end")
+    if process.returncode != 0 or not ends:
         raise TrialFailed(f"{folder}: failed ({process.returncode}), see its log")
-    return max(told) if job.takes_highest else min(told)
+    return float(ends[-1][f"eval_{job.best_metric}"])
 
 
-def _evaluations(folder: Path) -> list[dict[str, Any]]:
-    return [event for event in read_events(folder / "metrics.jsonl") if event["event"] == "eval"]
+def _events(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [event for event in read_events(folder / "metrics.jsonl") if event["event"] == name]
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ class Trackers:
         options: dict[str, Any] = {
             "wandb": again | {"id": name[-64:], "dir": str(folder)},
             "trackio": again,
+            "mlflow": {"run_name": name},
             "tensorboard": {"purge_step": step + 1 if step else None},
         }
         try:

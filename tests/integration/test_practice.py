@@ -2,6 +2,8 @@
 
 import csv
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -678,7 +680,7 @@ def test_the_largest_micro_batch_that_fits(
 
     monkeypatch.setattr(fitting, "measured_need", keep)
     train.main([*words, "--output_dir", str(tmp_path / "much")])
-    three_rows = measured[0].on_rank("none", 1, 0) + 3 * fitting.AT_WORK * measured[0].per_row
+    three_rows = measured[0].on_rank("none", 1, 0) + 3 * measured[0].per_row
     three_rows = int(three_rows / (1 - fitting.RESERVE)) + 1000
     monkeypatch.setattr(fitting, "device_bytes", lambda _: three_rows)
     train.main([*words, "--output_dir", str(tmp_path / "little")])
@@ -778,6 +780,76 @@ def test_search(tiny_model: Path, rows_file: Path, odd_file: Path, tmp_path: Pat
     assert len(study.trials) == 3
     assert best["push_to_hub"] is True
     train.main(["--config", str(tmp_path / "search/best.yaml"), "--push_to_hub", "false"])
+
+
+STAND_IN = """
+import json, sys, time
+keys = dict(word[2:].split("=", 1) for word in sys.argv if word.startswith("--") and "=" in word)
+events = open(keys["output_dir"] + "/metrics.jsonl", "w", buffering=1)
+rate = float(keys["learning_rate"])
+for step in range(1, 9):
+    score = rate - step / 1000
+    events.write(json.dumps({"event": "eval", "step": step, "eval_accuracy": score}) + "\\n")
+    time.sleep(0 if rate > 0.5 else 0.3)
+events.write(json.dumps({"event": "end", "step": 8, "eval_accuracy": score}) + "\\n")
+"""
+
+
+@pytest.fixture
+def search_of_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Search over stand-ins for runs, whose accuracy is their learning rate, and falls."""
+    optuna = pytest.importorskip("optuna")
+    from accel_ft import search
+
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    (tmp_path / "job.yaml").write_text("seed: 1\n")
+    space, folder = tmp_path / "space.yaml", tmp_path / "search"
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        search.subprocess,
+        "Popen",
+        lambda command, **keys: popen(
+            [sys.executable, str(tmp_path / "stand_in.py"), *command], **keys
+        ),
+    )
+
+    def start(lines: str, *words: str):
+        space.write_text(lines)
+        places = ["--job", tmp_path / "job.yaml", "--space", space, "--output_dir", folder]
+        search.main([*map(str, places), *words])
+        return optuna.load_study(study_name="accuracy", storage=f"sqlite:///{folder / 'study.db'}")
+
+    return start
+
+
+def test_a_search_that_goes_on_tries_other_settings(search_of_stand_ins) -> None:
+    space = "learning_rate: {low: 0.6, high: 0.9}\n"
+    search_of_stand_ins(space, "--num_trials", "2")
+    study = search_of_stand_ins(space, "--num_trials", "4")
+    assert len({trial.params["learning_rate"] for trial in study.trials}) == 4
+    value = study.best_params["learning_rate"] - 8 / 1000  # of its end, not of its best evaluation
+    assert study.best_value == pytest.approx(value)
+
+
+def test_a_search_stops_what_is_worse_than_the_median(search_of_stand_ins) -> None:
+    space = "learning_rate: [0.1, 0.9]\n"
+    words = ["--num_trials", "6", "--num_startup_trials", "1"]
+    study = search_of_stand_ins(space, *words)
+    states = [(trial.params["learning_rate"], trial.state.name) for trial in study.trials]
+    good = states.index((0.9, "COMPLETE"))
+    assert set(states[good + 1 :]) <= {(0.1, "PRUNED"), (0.9, "COMPLETE")}
+    assert (0.1, "PRUNED") in states
+    with pytest.raises(ConfigError, match="learning_rate had other choices in the trials of"):
+        search_of_stand_ins("learning_rate: [0.1, 0.5, 0.9]\n", "--num_trials", "7")
+
+
+def test_trials_at_the_same_time(search_of_stand_ins) -> None:
+    words = ["--num_trials", "2", "--parallel_trials", "2"]
+    study = search_of_stand_ins("learning_rate: {low: 0.1, high: 0.4}\n", *words)
+    first, second = study.trials
+    assert max(first.datetime_start, second.datetime_start) < min(
+        first.datetime_complete, second.datetime_complete
+    )
 
 
 def test_a_space_that_cannot_be(tmp_path: Path) -> None:

@@ -105,6 +105,15 @@ def test_loose_words_are_refused() -> None:
     assert "3: belongs to no key" in fault("3")
 
 
+def test_a_list_is_written_with_commas_or_blanks() -> None:
+    for words in (["wandb,tensorboard"], ["wandb", "tensorboard"]):
+        config = train_config("--report_to", *words, "--seed", "1")
+        assert config.report_to == ("wandb", "tensorboard")
+    assert train_config("--class_weights", "1", "2.5").class_weights == (1.0, 2.5)
+    assert train_config("--class_weights", "none").class_weights is None
+    assert "report_to" in fault("--report_to")
+
+
 def test_help_has_a_line_for_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     for config_class in (TrainConfig, EvaluateConfig, PredictConfig):
         with pytest.raises(SystemExit) as caught:
