@@ -21,7 +21,6 @@ from accel_ft.runtime.watch import Watch
 logger = logging.getLogger(__name__)
 
 COUNTED_ROWS, MEASURED_ROWS = 1_000_000, 4
-AT_WORK = 1.5  # what is kept, and gradients and gaps beside it: 1.4 times as much was measured
 
 
 def measured_need(accelerator: Accelerator, model: Any, split: Split, pad: Padding) -> Need:
@@ -82,8 +81,7 @@ def largest_micro_batch(
     wanted = measured_need(accelerator, model, split, pad)
     strategy, capacity = strategy_and_memory(accelerator)
     free = int(capacity * (1 - RESERVE)) - wanted.on_rank(strategy, accelerator.num_processes, 0)
-    per_row = max(int(AT_WORK * wanted.per_row), 1)
-    found = int(min(*watch.tell(free // per_row), rows))
+    found = int(min(*watch.tell(free // max(wanted.per_row, 1)), rows))
     if found < 1:
         raise ConfigError(
             f"per_device_train_batch_size=auto: not one sample of {config.max_seq_length} tokens "
