@@ -36,12 +36,12 @@ LAUNCH_OPTIONS = {
 }  # fmt: skip
 DATA_FILE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 
-ROW_KEYS = {"dataset_name", "train_file", "validation_file", "test_file"}
+ROW_KEYS = {"dataset_name", "dataset_config_name", "train_file", "validation_file", "test_file"}
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 METRICS = {
-    "single_label_classification": ("accuracy", "f1_macro", "loss"),
+    "single_label_classification": ("accuracy", "f1_macro", "matthews_correlation", "loss"),
     "multi_label_classification": ("f1_macro", "f1_micro", "accuracy", "loss"),
-    "regression": ("rmse", "mae", "pearson", "r2", "loss"),
+    "regression": ("rmse", "mae", "pearson", "spearmanr", "r2", "loss"),
 }
 GROUPS = {  # of --help, by the key that each begins with
     "dataset_name": "rows",
@@ -103,6 +103,8 @@ class DataConfig(Config):
     """Data set on the Hub, or a folder `datasets.load_dataset` reads. With no file given:
     fancyzhx/ag_news.
     """
+    dataset_config_name: str | None = None
+    """Which of its configurations, where it has several: mrpc of nyu-mll/glue."""
     train_file: Path | None = None
     """Training rows: csv, tsv, json, jsonl or parquet."""
     validation_file: Path | None = None
@@ -138,6 +140,11 @@ class DataConfig(Config):
             if path is not None:
                 yield from _file_faults(key, path)
         yield from self._either("dataset_name", "train_file")
+        if self.dataset_config_name is not None and self.dataset_name is None:
+            yield (
+                ("dataset_config_name", "dataset_name"),
+                f"dataset_config_name={self.dataset_config_name}: given without dataset_name",
+            )
 
 
 class HubConfig(Config):
@@ -239,8 +246,8 @@ class TrainConfig(HubConfig, DataConfig):
     load_best_model_at_end: bool = False
     """Save at each best evaluation, never prune that checkpoint, and end with it."""
     metric_for_best_model: str | None = None
-    """What best means, on the validation rows: a metric, without `eval_`. Left out: accuracy; of
-    several labels f1_macro, of a regression rmse."""
+    """What best means, on the validation rows: a metric, with or without `eval_`. Left out:
+    accuracy; of several labels f1_macro, of a regression rmse."""
     greater_is_better: bool | None = None
     """Whether the highest value of that metric is the best; left out: of all but errors."""
     early_stopping_patience: int | None = Field(None, ge=1)
@@ -275,7 +282,8 @@ class TrainConfig(HubConfig, DataConfig):
     @property
     def best_metric(self) -> str:
         """What best means: the first metric of the problem type where none is named."""
-        return self.metric_for_best_model or METRICS[self.problem_type][0]
+        named = (self.metric_for_best_model or "").removeprefix("eval_")
+        return named or METRICS[self.problem_type][0]
 
     @property
     def takes_highest(self) -> bool:

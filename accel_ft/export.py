@@ -16,6 +16,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     memory.
     """
     config = parse(ExportConfig, argv, "export")
+    repo_id = None
     output = config.output.resolve()  # ".", too, which is replaced
     if output.is_file():
         raise ConfigError(f"output={config.output}: is a file. Fix: the name of a folder")
@@ -25,20 +26,28 @@ def main(argv: Sequence[str] | None = None) -> None:
         from accel_ft.model.onnx import require_onnx
 
         require_onnx()
-    difference = export(config.checkpoint, output, config.format == "onnx")
-    if difference is not None:
-        print(f"onnx: {output / 'model.onnx'}, logits within {difference:.1e} of the model's")
-    print(f"model: {config.output}")
     if config.push_to_hub:
         from accel_ft.runtime.card import push, require_repo
 
-        repo_id = config.repo_id(output)
-        require_repo(repo_id, config.hub_private_repo)
+        repo_id = require_repo(config.repo_id(output), config.hub_private_repo)
+    difference = export(config.checkpoint, output, config.format == "onnx", repo_id)
+    if difference is not None:
+        print(f"onnx: {output / 'model.onnx'}, logits within {difference:.1e} of the model's")
+    print(f"model: {config.output}")
+    if repo_id is not None:
         print(f"pushed: {push(output, repo_id)}")
 
 
-def export(checkpoint: str, output: Path, with_onnx: bool = False) -> float | None:
+def export(
+    checkpoint: str, output: Path, with_onnx: bool = False, repo_id: str | None = None
+) -> float | None:
     """Write the classifier of a checkpoint to a new folder, whole or not at all.
+
+    Args:
+        checkpoint: what a user calls one.
+        output: the folder.
+        with_onnx: write model.onnx, too.
+        repo_id: where it will be on the Hub.
 
     Returns:
         The largest difference between the ONNX file's logits and the model's, where there is one.
@@ -52,7 +61,9 @@ def export(checkpoint: str, output: Path, with_onnx: bool = False) -> float | No
     from accel_ft.checkpoint.open import load_whole, model_folder
     from accel_ft.model.adapters import read_adapters
     from accel_ft.model.load import classifier_labels, load_model_config, load_tokenizer, resolve
+    from accel_ft.reporting.record import results
     from accel_ft.runtime.card import model_card
+    from accel_ft.runtime.logging import read_events
 
     folder = resolve(model_folder(checkpoint), "checkpoint")
     model_config = load_model_config(folder, "checkpoint")
@@ -67,8 +78,12 @@ def export(checkpoint: str, output: Path, with_onnx: bool = False) -> float | No
             save_file(weights, staging / convert.WEIGHTS, metadata={"format": "pt"})
             model_config.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
-        card = model_card(names, run_settings({"checkpoint": checkpoint}))
-        (staging / "README.md").write_text(card, encoding="utf-8")
+        settings = run_settings({"checkpoint": checkpoint}) | {"hub_model_id": repo_id}
+        ended = Path(folder).name == "model"  # a checkpoint's own results nobody wrote down
+        events = read_events(Path(folder).parent / "metrics.jsonl") if ended else []
+        (staging / "README.md").write_text(
+            model_card(names, settings, *results(events)), encoding="utf-8"
+        )
         if not with_onnx:
             return None
         from accel_ft.model.onnx import write_onnx

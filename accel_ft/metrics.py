@@ -69,8 +69,20 @@ class Classification(evaluate.Metric):  # type: ignore[misc]
         return {
             "accuracy": float(np.trace(matrix) / matrix.sum()),
             "f1_macro": float(np.mean(columns["f1"])),
+            "matthews_correlation": _matthews_correlation(matrix.astype(np.float64)),
             "per_class": columns,
         }
+
+
+def _matthews_correlation(matrix: NDArray[np.float64]) -> float:
+    """Of a confusion matrix [C, C], -1 to 1; 0 where labels or predictions are all the same.
+
+    Source: Gorodkin, doi:10.1016/j.compbiolchem.2004.09.006.
+    """
+    present, predicted, total = matrix.sum(axis=1), matrix.sum(axis=0), matrix.sum()
+    both = matrix.trace() * total - present @ predicted
+    spread = (total**2 - present @ present) * (total**2 - predicted @ predicted)
+    return float(both / spread**0.5) if spread > 0 else 0.0
 
 
 def score(
@@ -161,18 +173,29 @@ def regression_metrics(predictions: NDArray[Any], labels: NDArray[np.float32]) -
 
     Returns:
         loss: mean squared error; rmse: its root; mae: mean absolute error; pearson: correlation;
-        r2: share of the variance that is explained. The last two are 0 where nothing varies.
+        spearmanr: that of the ranks; r2: share of the variance that is explained. The last three
+        are 0 where nothing varies.
     """
     found, actual = predictions.astype(np.float64), labels.astype(np.float64)
     squared = float(((found - actual) ** 2).mean())
-    varies = bool(actual.std() > 0)
     return {
         "loss": squared,
         "rmse": squared**0.5,
         "mae": float(np.abs(found - actual).mean()),
-        "pearson": float(np.corrcoef(found, actual)[0, 1]) if varies and found.std() > 0 else 0.0,
-        "r2": 1 - squared / float(actual.var()) if varies else 0.0,
+        "pearson": _correlation(found, actual),
+        "spearmanr": _correlation(_ranks(found), _ranks(actual)),
+        "r2": 1 - squared / float(actual.var()) if actual.std() > 0 else 0.0,
     }
+
+
+def _correlation(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+    return float(np.corrcoef(one, other)[0, 1]) if one.std() > 0 and other.std() > 0 else 0.0
+
+
+def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Equal values share the mean of their ranks."""
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[places]
 
 
 def mistakes(

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from accel_ft.reporting.record import read_record
 
         one, other = map(read_record, options.runs)
-        print(table(list(differences(one, other)), (one.name, other.name)))
+        print(table(list(differences(one, other))))
         return
     from accel_ft.reporting.report import write_report
 

@@ -39,6 +39,10 @@ def fit(config: TrainConfig) -> None:
     from accel_ft.data.sources import check_first_rows
 
     check_first_rows(config)  # the imports that follow take seconds
+    if config.lora_r is not None:
+        from accel_ft.model.adapters import require_peft
+
+        require_peft()
     from accel_ft.diagnosis.job import preflight
     from accel_ft.engine.build import build, is_finished, start_or_resume
     from accel_ft.engine.loop import train
@@ -65,7 +69,8 @@ def fit(config: TrainConfig) -> None:
         if config.push_to_hub and is_main:
             from accel_ft.runtime.card import require_repo
 
-            require_repo(config.repo_id(config.output_dir), config.hub_private_repo)
+            repo_id = require_repo(config.repo_id(config.output_dir), config.hub_private_repo)
+            config = config.resolved(hub_model_id=repo_id)
         if is_finished(run):
             logger.info("%s is finished: nothing to do", config.output_dir)
         else:
@@ -118,15 +123,14 @@ def _own(config: TrainConfig, lock: Path) -> Iterator[None]:
 
 def _describe(config: TrainConfig, label_names: list[str], events: list[dict[str, Any]]) -> None:
     """Write model card and report of a run that ended."""
-    from accel_ft.reporting.record import scores_of
+    from accel_ft.reporting.record import results
     from accel_ft.reporting.report import EXTRA, is_possible, write_report
     from accel_ft.runtime.card import model_card
     from accel_ft.runtime.files import write_whole
 
-    tested = [event for event in events if event["event"] == "test"]
-    scores = scores_of((tested or events)[-1])
     settings = config.resolved(resume_from_checkpoint=None, allow_changed=(), profile=False)
-    card = model_card(label_names, settings.model_dump(mode="json", exclude_defaults=True), scores)
+    told = settings.model_dump(mode="json", exclude_defaults=True)
+    card = model_card(label_names, told, *results(events))
     write_whole(config.output_dir / "model" / "README.md", card)
     if "html" not in config.report_to:
         return
@@ -173,9 +177,10 @@ def _compare(first: Path, again: Path) -> None:
 
     one, other = read_record(first), read_record(again)
     if any(curves(one, other)):
-        names = (one.name, other.name)
-        raise UserError(f"not reproduced:\n{table(list(differences(one, other)), names)}")
-    print(f"reproduced: {len(one.of('train'))} train events, bit for bit")
+        raise UserError(f"not reproduced:\n{table(list(differences(one, other)))}")
+    trained, stopped = one.of("train"), not one.of("end")
+    until = f"; {first} stopped there, after update {trained[-1]['step']}" if stopped else ""
+    print(f"reproduced: {len(trained)} train events, bit for bit{until}")
 
 
 if __name__ == "__main__":

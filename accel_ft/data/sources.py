@@ -233,9 +233,13 @@ def _read_parquet(path: str) -> Iterator[Record]:
         raise DataError(f"{path}: cannot be read as parquet ({error})") from error
 
 
-def hub_sources(name: str, label_column: str) -> dict[str, Source]:
+def hub_sources(config: DataConfig, name: str) -> dict[str, Source]:
     """Open a Hub data set (or a folder `datasets` can read): its train, validation and test splits,
     if it has them.
+
+    Args:
+        config: its configuration and columns.
+        name: of the data set.
 
     Raises:
         ConfigError: where it cannot be had.
@@ -243,14 +247,19 @@ def hub_sources(name: str, label_column: str) -> dict[str, Source]:
     import datasets
 
     with fetching("dataset_name", name):
-        loaded = datasets.load_dataset(name)
-    sources = {}
+        loaded = datasets.load_dataset(name, config.dataset_config_name)
+    label_column, sources = config.label_column, {}
+    name = f"{name}, {config.dataset_config_name}" if config.dataset_config_name else name
     for split in ("train", "validation", "test"):
         rows = loaded.get(split, ())
-        if len(rows) and hasattr(rows.features.get(label_column), "names"):
+        feature = rows.features.get(label_column) if len(rows) else None
+        dtype = getattr(feature, "dtype", "")
+        if dtype.startswith(("int", "float")):
             # Benchmarks keep the labels of a test split, or of rows without agreement, back.
             labels = rows.with_format("numpy")[label_column][:]
             labelled = np.flatnonzero(labels != -1)
+            if len(labelled) and not hasattr(feature, "names"):
+                labelled = np.arange(len(rows))  # of numbers, -1 may well be one
             if len(labelled) < len(rows):
                 logger.warning(
                     "%s: %d of its %d %s rows have no label (-1) and are left out",

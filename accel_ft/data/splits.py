@@ -118,7 +118,7 @@ def open_sources(config: DataConfig) -> dict[str, Source]:
     }
     files = {split: file_source(path) for split, path in named.items() if path is not None}
     if config.train_file is None and (config.dataset_name is not None or not files):
-        return hub_sources(config.dataset_name or DEFAULT_DATASET, config.label_column) | files
+        return hub_sources(config, config.dataset_name or DEFAULT_DATASET) | files
     return files
 
 

@@ -44,7 +44,7 @@ from accel_ft.engine.run import Run
 from accel_ft.engine.step import forward, weighted_loss
 from accel_ft.errors import LaunchError, UserError
 from accel_ft.model import dropout
-from accel_ft.model.memory import free_bytes
+from accel_ft.model.memory import device_bytes
 from accel_ft.model.optim import make_optimizer, make_scheduler, scaled_learning_rate
 from accel_ft.runtime.hub import hub_reachable
 from accel_ft.runtime.launch import make_training_accelerator
@@ -239,7 +239,7 @@ def _places(batch: Batch) -> list[int]:
 def _has_room(run: Run) -> bool:
     """Whether every rank can hold the whole model, gradients and moments once more."""
     weights = sum(4 * p.numel() for p in run.model.parameters())
-    return bool(min(gather(free_bytes(run.accelerator.device))) > 5 * weights)
+    return bool(min(gather(device_bytes(run.accelerator.device))) > 5 * weights)
 
 
 def _on_a_plain_model(run: Run) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ import logging
 import math
 import shutil
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from accelerate.utils import DynamoBackend, set_seed
 from torch import nn
 
 from accel_ft.checkpoint import state, transaction
-from accel_ft.config import TrainConfig
+from accel_ft.config import TrainConfig, read_settings
 from accel_ft.data.loader import Batches, Padding, train_places
 from accel_ft.data.plan import Plan
 from accel_ft.data.splits import Splits, class_weights, load_splits
+from accel_ft.data.tokenize import tokenizer_fingerprint
 from accel_ft.engine.evaluation import make_eval_loader
 from accel_ft.engine.fitting import largest_micro_batch
 from accel_ft.engine.run import Run
@@ -146,6 +148,7 @@ def plain_model(
         label2id={label: label_id for label_id, label in labels.items()},
         pad_token_id=tokenizer.pad_token_id,
         problem_type=config.problem_type,
+        thresholds=None,  # of another job's rows
     )
     model, drawn = load.load_for_training(folder, model_config, device)
     return choose_trained(model, config, drawn), drawn
@@ -190,7 +193,30 @@ def _fitted(
     rows = -(-size // accelerator.num_processes)
     model, _ = plain_model(config, accelerator.device, splits.label_names, tokenizer)
     found = largest_micro_batch(config, accelerator, watch, model, splits.train, pad, rows)
+    (earlier, *_) = watch.tell(_earlier_micro_batch(config, accelerator.num_processes))
+    if earlier is not None and earlier != found:
+        found = min(earlier, found)
+        logger.info(
+            "per_device_train_batch_size: %d samples at once, where there were %d%s",
+            found, earlier, "" if found == earlier else ": dropout is drawn otherwise",
+        )  # fmt: skip
     return config.resolved(per_device_train_batch_size=found, global_batch_size=size)
+
+
+def _earlier_micro_batch(config: TrainConfig, num_processes: int) -> int | None:
+    """What `auto` found before on as many ranks, for the run that goes on: the split into
+    micro-batches decides what dropout draws.
+    """
+    wanted = config.resume_from_checkpoint
+    run = config.output_dir if wanted == "latest" else Path(wanted or "").parent.parent
+    try:
+        receipt = json.loads((run / "receipt.json").read_text(encoding="utf-8"))
+        settings = read_settings(run / "config.yaml")
+    except (OSError, ValueError):
+        return None
+    if wanted is None or receipt["strategy"]["num_processes"] != num_processes:
+        return None
+    return int(settings["per_device_train_batch_size"])
 
 
 def _resolve_batch(config: TrainConfig, num_processes: int) -> tuple[TrainConfig, int]:
@@ -263,6 +289,8 @@ def start_or_resume(run: Run) -> None:
         transaction.make_root(run.checkpoints)
         transaction.remove_leftovers(run.checkpoints, later)
         transaction.remove(run.output_dir / "model")  # of an earlier end: what goes on has none yet
+        for name in ("predictions.npz", "mistakes.jsonl"):
+            (run.output_dir / name).unlink(missing_ok=True)
         run.events.rewind(run.step)
         if run.step > 0:
             run.events.write("resume", step=run.step, num_processes=accelerator.num_processes)
@@ -328,6 +356,8 @@ def _describe(run: Run) -> None:
         "data": {name: split.fingerprint() for name, split in splits.items()},
         "num_samples": {name: len(split) for name, split in splits.items()},
         "sample_order_sha256": _sample_order_sha256(run.plan),
+        "tokenizer": tokenizer_fingerprint(run.tokenizer),
+        "pretrained": load.provenance(run.config.model_name_or_path),
     }
     write_receipt(run.output_dir / "receipt.json", run.accelerator, about)
 

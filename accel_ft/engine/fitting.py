@@ -15,7 +15,7 @@ from accel_ft.data.loader import Padding
 from accel_ft.data.splits import Split
 from accel_ft.engine.step import forward, weighted_loss
 from accel_ft.errors import ConfigError
-from accel_ft.model.memory import RESERVE, Need, device_bytes, free_bytes, name_of, need
+from accel_ft.model.memory import RESERVE, Need, device_bytes, name_of, need
 from accel_ft.runtime.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def largest_micro_batch(
         ConfigError: not one fits.
     """
     whole = sum(parameter.nbytes for parameter in model.parameters())
-    if min(watch.tell(free_bytes(accelerator.device))) < 2 * whole:
+    if min(watch.tell(device_bytes(accelerator.device))) < 2 * whole:
         raise ConfigError(
             f"per_device_train_batch_size=auto: the whole model, {whole / 2**20:,.0f} MiB, has no "
             "room on a device to be measured on. Fix: a number; `accel_ft.doctor` counts"

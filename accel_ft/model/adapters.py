@@ -72,9 +72,14 @@ def _is_head(name: str) -> bool:
     return any(part.endswith(("classifier", "score")) for part in name.split("."))
 
 
-def _with_adapters(model: Any, key: str, **settings: Any) -> Any:
+def require_peft() -> None:
+    """Raise ConfigError where the extra is not installed."""
     if find_spec("peft") is None:
         raise ConfigError(EXTRA)
+
+
+def _with_adapters(model: Any, key: str, **settings: Any) -> Any:
+    require_peft()
     from peft import LoraConfig, TaskType, get_peft_model
 
     try:  # the head is trained whole: peft knows it by the task

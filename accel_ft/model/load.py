@@ -101,6 +101,20 @@ def _recorded_sha256(weights: Path, package: str) -> str | None:
     return None
 
 
+def provenance(name: str) -> dict[str, str]:
+    """Return the Hub's commit of a pretrained model, or the SHA-256 of each of its local files of
+    weights.
+    """
+    folder = Path(resolve(name))
+    if not folder.is_dir():
+        return {"commit": str(load_model_config(str(folder))._commit_hash)}
+    found = {}
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]):
+        with path.open("rb") as file:
+            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
 def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
     """Load the tokenizer of a resolved model.
 

@@ -114,15 +114,10 @@ def need(model: nn.Module, loss: Callable[[int], torch.Tensor], rows: int) -> Ne
 
 
 def device_bytes(device: torch.device) -> int:
-    """Return the memory of a rank's device; on a CPU its share of what is available now."""
+    """Return what a rank can have of its device now: what nobody else holds; on a CPU its share."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return what nobody holds of it now."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else device_bytes(device)
 
 
 def name_of(strategy: Any, offloads: bool = False) -> str:

@@ -1,7 +1,7 @@
 """What differs between two runs: settings, data, versions, and the first update that does."""
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 from accel_ft.reporting.record import Record, scores_of
@@ -26,30 +26,29 @@ def differences(one: Record, other: Record) -> Iterator[Difference]:
 
 
 def curves(one: Record, other: Record) -> Iterator[Difference]:
-    """Yield the first update whose logged values differ, bit for bit, and the final scores where
-    they do.
+    """Yield the first updates, first evaluation and first test whose values differ, bit for bit,
+    and the last update where both runs ended and it does.
     """
-    first, second = _logged(one), _logged(other)
-    both = sorted(first.keys() & second.keys())
-    differing = (
-        (f"update {step}: {key}", first[step].get(key), second[step].get(key))
-        for step in both
-        for key in COMPARED
-        if first[step].get(key) != second[step].get(key)
-    )
-    yield from islice(differing, 1)
-    last, other_last = (max(logged, default=0) for logged in (first, second))
-    if last != other_last:
-        yield "last update", last, other_last
-    for event in ("eval", "test"):
-        ours, theirs = (scores_of((record.of(event) or [{}])[-1]) for record in (one, other))
-        for key, value in ours.items():
-            if value != theirs.get(key):
-                yield f"{event}_{key}", value, theirs.get(key)
+    for event in ("train", "eval", "test"):
+        first, second = ({e["step"]: e for e in record.of(event)} for record in (one, other))
+        both = sorted(first.keys() & second.keys())
+        differing = (
+            (f"{_updates(event, before, step)}: {key}", first[step].get(key), second[step].get(key))
+            for before, step in pairwise([0, *both])
+            for key in (COMPARED if event == "train" else scores_of(first[step]))
+            if first[step].get(key) != second[step].get(key)
+        )
+        yield from islice(differing, 1)
+    last, other_last = ([e["step"] for e in record.of("end")] for record in (one, other))
+    if last and other_last and last != other_last:
+        yield "last update", last[0], other_last[0]
 
 
-def _logged(record: Record) -> dict[int, dict[str, Any]]:
-    return {event["step"]: event for event in record.of("train")}
+def _updates(event: str, before: int, step: int) -> str:
+    """What an event speaks of: a train event of all updates since the one before it."""
+    if event != "train":
+        return f"{event} after update {step}"
+    return f"update {step}" if step == before + 1 else f"updates {before + 1} to {step}"
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -62,10 +61,10 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def table(found: list[Difference], names: tuple[str, str]) -> str:
+def table(found: list[Difference]) -> str:
     """Return the differences as lines of text."""
     if not found:
-        return f"{names[0]} and {names[1]} do not differ"
+        return "they do not differ"
     return "\n".join(f"{what}: {_short(a)} | {_short(b)}" for what, a, b in found)
 
 

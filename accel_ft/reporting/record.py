@@ -1,6 +1,7 @@
 """What a run left behind, read once: settings, receipt, events, predictions."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,15 @@ def scores_of(event: dict[str, Any]) -> dict[str, float]:
         and isinstance(value, float)
         and not key.endswith("_seconds")
     }
+
+
+def results(events: Iterable[dict[str, Any]]) -> tuple[dict[str, float], str]:
+    """Return the metrics of the model that a run ended with, or of its newest evaluation so far,
+    and the split that they are of: "test" where there is one, else "validation".
+    """
+    newest = {event["event"]: event for event in events}
+    found = next((newest[kind] for kind in ("test", "end", "eval") if kind in newest), {})
+    return scores_of(found), "test" if "test" in newest else "validation"
 
 
 def read_record(folder: Path) -> Record:

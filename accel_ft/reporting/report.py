@@ -3,6 +3,7 @@
 import base64
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import yaml
 
 from accel_ft.errors import ConfigError
 from accel_ft.metrics import class_scores, confusion_matrix, sigmoid, softmax
-from accel_ft.reporting.record import Record, calibration, intervals, read_record, scores_of
+from accel_ft.reporting.record import Record, calibration, intervals, read_record, results
 from accel_ft.runtime.files import write_whole
 
 EXTRA = "the report needs matplotlib and jinja2. Fix: pip install 'accel_ft[report]'"
@@ -36,6 +37,11 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
         ConfigError: a folder holds no run, or a library is missing.
     """
     records = [read_record(folder) for folder in folders]
+    if len({record.name for record in records}) < len(records):
+        records = [
+            replace(record, name=str(folder))
+            for record, folder in zip(records, folders, strict=True)
+        ]
     if not is_possible():
         raise ConfigError(EXTRA)
     import jinja2
@@ -64,21 +70,22 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
         images[name] = base64.b64encode(file.getvalue()).decode()
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     page = jinja2.Template(template, autoescape=True, trim_blocks=True).render(
-        runs=shown, images=images, curves=curves
-    )
+        runs=shown, images=images, curves=curves,
+        metrics=dict.fromkeys(key for run in shown for key in run["scores"]),
+    )  # fmt: skip
     write_whole(output / "report.html", page)
     return output / "report.html"
 
 
 def _about(record: Record) -> dict[str, Any]:
     """What the page says of one run."""
-    end, test = record.of("end"), record.of("test")
-    scores = (test or end or record.of("eval") or [{}])[-1]
+    end = record.of("end")
+    scores, split = results(record.events)
     about: dict[str, Any] = {
         "name": record.name,
-        "rows": "test" if test else "validation",
+        "rows": split,
         "state": f"ended at update {end[-1]['step']}" if end else "has not ended",
-        "scores": scores_of(scores),
+        "scores": scores,
         "settings": {k: v for k, v in record.settings.items() if v not in (None, (), [])},
         "receipt": {
             key: value if isinstance(value, str | int) else _yaml(value)

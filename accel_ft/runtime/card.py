@@ -10,14 +10,18 @@ from accel_ft.runtime.hub import is_hub_id
 
 
 def model_card(
-    label_names: list[str], settings: dict[str, Any], scores: dict[str, float] | None = None
+    label_names: list[str],
+    settings: dict[str, Any],
+    scores: dict[str, float] | None = None,
+    split: str | None = None,
 ) -> str:
     """Return a model card.
 
     Args:
         label_names: by id.
         settings: of the run it comes from; {} where that is not known.
-        scores: by name, on the test rows, or the validation rows where there are none.
+        scores: by name.
+        split: that they are of, "test" or "validation".
     """
     base, data = (
         name if is_hub_id(name) else None
@@ -30,6 +34,7 @@ def model_card(
             task_type="text-classification",
             dataset_type=data or "custom",
             dataset_name=Path(str(rows)).name,
+            dataset_split=split,
             metric_type=metric,
             metric_value=round(value, 6),
         )
@@ -48,7 +53,8 @@ def model_card(
     keys = "".join(
         f"| `{key}` | `{value}` |\n" for key, value in settings.items() if value not in (None, [])
     )
-    evaluation = f"\n## Evaluation\n\n| metric | value |\n|---|---|\n{measured}" if measured else ""
+    heading = f"\n## Evaluation, on the {split} rows\n\n| metric | value |\n|---|---|\n"
+    evaluation = heading + measured if measured else ""
     training = f"\n## Training\n\n| key | value |\n|---|---|\n{keys}" if keys else ""
     labels = ", ".join(" ".join(name.split()) for name in label_names)
     place = settings.get("hub_model_id") or "."
@@ -61,15 +67,15 @@ def model_card(
     )
 
 
-def require_repo(repo_id: str, private: bool) -> None:
-    """Make the repository on the Hub where there is none yet: before a run, so that one that cannot
-    be pushed ends now and not after it.
+def require_repo(repo_id: str, private: bool) -> str:
+    """Make the repository on the Hub where there is none yet, before a run, so that one that cannot
+    be pushed ends now and not after it; return its id, the account's name included.
 
     Raises:
         ConfigError: with the Hub's answer.
     """
     try:
-        HfApi().create_repo(repo_id, private=private, exist_ok=True)
+        return str(HfApi().create_repo(repo_id, private=private, exist_ok=True).repo_id)
     except Exception as error:  # no token, no right, no network, ...
         raise ConfigError(
             f"hub_model_id={repo_id}: the Hub refuses: {first_line(error)}. "

@@ -68,14 +68,16 @@ class EventLog:
         self.listener(event, step, values)
 
     def rewind(self, step: int) -> None:
-        """Drop the events of later updates than `step` (and a half-written last line): they will
-        come again.
+        """Drop the events of later updates than `step` (and a half-written last line), which will
+        come again; not when and why it was started and stopped.
         """
         if self.writes and self.path.exists():
             kept = [
                 event
                 for event in read_events(self.path)
-                if event["step"] <= step and event["event"] not in ("test", "end")
+                if (event["step"] <= step and event["event"] not in ("test", "end"))
+                or event["event"] in ("resume", "preempted")
+                or event.get("policy") == "stop"
             ]
             write_whole(self.path, "".join(json.dumps(event) + "\n" for event in kept))
 

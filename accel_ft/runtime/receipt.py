@@ -1,5 +1,6 @@
 """receipt.json: what it would take to believe a run, and to make it again."""
 
+import contextlib
 import json
 import platform
 import subprocess
@@ -8,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 
 import accel_ft
@@ -15,7 +17,7 @@ from accel_ft.runtime.files import write_whole
 
 PACKAGES = (
     "torch", "accelerate", "transformers", "tokenizers", "datasets", "evaluate", "safetensors",
-    "numpy",
+    "numpy", "peft",
 )  # fmt: skip
 
 
@@ -39,16 +41,22 @@ def write_receipt(path: Path, accelerator: Accelerator, about_run: dict[str, Any
         "mixed_precision": accelerator.mixed_precision,
         "compile": accelerator.state.dynamo_plugin.backend.value,
     }
-    starts.append(
-        {"time": datetime.now(UTC).isoformat(timespec="seconds"), "step": about_run["step"]}
-        | strategy
-    )
+    device = accelerator.device
+    machine = {
+        "system": platform.platform(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "cuda": torch.version.cuda,
+        "threads": torch.get_num_threads(),
+    }
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    starts.append({"time": now, "step": about_run["step"]} | strategy | {"machine": machine})
     receipt = {
         "accel_ft": accel_ft.__version__,
         "git_commit": git_commit(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
         "strategy": strategy,
+        "machine": machine,
         **{key: value for key, value in about_run.items() if key != "step"},
         "starts": starts,
     }
@@ -72,6 +80,15 @@ def git_commit() -> str | None:
         return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _processor() -> str:
+    """The processor's name; platform.processor() is empty on most Linux systems."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:

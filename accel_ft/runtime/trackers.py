@@ -1,6 +1,7 @@
 """Experiment trackers, through Accelerate's `log_with`. A tracker that fails never ends a run."""
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from accel_ft.errors import ConfigError, nearest
 
 logger = logging.getLogger(__name__)
 
-PROJECT = "accel_ft"
+PROJECT = os.environ.get("WANDB_PROJECT", "accel_ft")
+EXTRAS = ("tensorboard", "trackio", "wandb", "mlflow")
 
 
 def check(names: Sequence[str]) -> list[str]:
@@ -32,7 +34,8 @@ def check(names: Sequence[str]) -> list[str]:
                 f"Allowed: html, {', '.join(known)}, none"
             )
         if name not in installed:
-            raise ConfigError(f"report_to={name}: is not installed. Fix: pip install {name}")
+            package = f"'accel_ft[{name}]'" if name in EXTRAS else name
+            raise ConfigError(f"report_to={name}: is not installed. Fix: pip install {package}")
     return wanted
 
 

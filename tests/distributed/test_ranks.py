@@ -43,9 +43,13 @@ def seen(
         ids = job_words(tiny_model, rows_file, odd_file, folder / f"ids_{ranks}")
         curve = job_words(still_model, rows_file, odd_file, folder / f"curve_{ranks}")
         weighted = job_words(still_model, rows_file, odd_file, folder / f"weighted_{ranks}")
+        even = job_words(still_model, rows_file, odd_file, folder / f"even_{ranks}")
+        auto = job_words(tiny_model, rows_file, odd_file, folder / f"auto_{ranks}")
         results[ranks] = on_ranks(
             ranks, folder, {"do": "sample_ids", "words": ids}, {"do": "curve", "words": curve},
             {"do": "curve", "words": [*weighted, "--class_weights", "1,5,0.1,2", "--label_smoothing_factor", "0.1"]},
+            {"do": "curve", "words": [*even, "--oversampling", "balanced"]},
+            {"do": "fitted", "words": auto},
             config="cpu.yaml" if ranks == 1 else "cpu_ddp.yaml",
         )  # fmt: skip
     return results
@@ -78,6 +82,18 @@ def test_one_curve_with_class_weights_and_smoothing(seen: dict[int, list[Any]]) 
     for ranks in (2, 4):
         for ours, theirs in zip(seen[ranks][2], one, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_one_curve_with_oversampling(seen: dict[int, list[Any]]) -> None:
+    one = seen[1][3]
+    assert one != seen[1][1]
+    for ranks in (2, 4):
+        for ours, theirs in zip(seen[ranks][3], one, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_auto_is_what_fits_on_the_rank_with_least_room(seen: dict[int, list[Any]]) -> None:
+    assert {ranks: seen[ranks][4] for ranks in seen} == {1: [2], 2: [2] * 2, 4: [2] * 4}
 
 
 def test_resume_on_two_ranks_is_bit_identical(

@@ -50,6 +50,28 @@ def curve(task: dict[str, Any]) -> list[list[float]]:
     return logged(output_dir)
 
 
+def fitted(task: dict[str, Any]) -> list[int]:
+    """Micro-batch of each rank under `auto`, where the last rank has room for two rows alone."""
+    from accel_ft.engine import fitting
+
+    accelerator, measure, needs = make_accelerator(), fitting.measured_need, []
+    is_last = accelerator.process_index == accelerator.num_processes - 1
+
+    def keep(*args: Any) -> Any:
+        needs.append(measure(*args))
+        return needs[-1]
+
+    def room(_: Any) -> int:
+        if not needs or not is_last:
+            return 2**40
+        two = needs[-1].on_rank("ddp", accelerator.num_processes, 0) + 2 * needs[-1].per_row
+        return int(two / (1 - fitting.RESERVE)) + 1000
+
+    fitting.measured_need, fitting.device_bytes = keep, room
+    run = built([*task["words"], "--per_device_train_batch_size", "auto"], accelerator)
+    return gather_object([run.config.per_device_train_batch_size])
+
+
 def sick_curve(task: dict[str, Any]) -> list[list[float]]:
     """A run in which the last rank's loss of its 5th micro-batch is no number."""
     accelerator, weighted_loss, calls = make_accelerator(), loop.weighted_loss, 0

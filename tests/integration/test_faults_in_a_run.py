@@ -232,6 +232,8 @@ def test_a_signal_during_an_evaluation(
     assert state.read_trainer_state(newest[1])["eval_is_due"]
     train.main([*words, "--resume_from_checkpoint", "latest"])
     assert run_hash(tmp_path / "run") == whole
+    told = [event["event"] for event in events_of(tmp_path / "run")]
+    assert told.count("preempted") == told.count("resume") == 1
 
 
 def test_a_folder_belongs_to_one_run(

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import events_of, job_words, run_hash
-from safetensors.torch import load_file
+from conftest import events_of, job_words, run_hash, write_rows
+from safetensors.torch import load_file, save_file
 
 from accel_ft import train
 from accel_ft.checkpoint import transaction
@@ -77,6 +79,22 @@ def test_greater_is_better_turns_the_choice_round(words: list[str], tmp_path: Pa
     events = events_of(tmp_path / "run")
     losses = {e["step"]: e["eval_loss"] for e in events if e["event"] == "eval"}
     assert events[-1]["model_step"] == max(losses, key=losses.get)
+
+
+@pytest.mark.parametrize("step", [3, 5, 11])
+def test_the_best_model_after_a_resume(step: int, words: list[str], tmp_path: Path) -> None:
+    """The same evaluation is the best, under the name that transformers gives the metric."""
+    words += ["--load_best_model_at_end", "--eval_steps", "1", "--save_total_limit", "2"]
+    words += ["--metric_for_best_model", "eval_f1_macro"]
+    train.main(words)
+    whole = run_hash(tmp_path / "run")
+    best = events_of(tmp_path / "run")[-1]["model_step"]
+    assert 1 < best < 12
+    again = [*words, "--output_dir", str(tmp_path / "again")]
+    with pytest.raises(RuntimeError):
+        stopped_at(step, again)
+    train.main([*again, *LATEST])
+    assert run_hash(tmp_path / "again") == whole
 
 
 # Imbalance
@@ -419,6 +437,8 @@ def test_layers_that_are_not_there(words: list[str]) -> None:
 def test_the_report(words: list[str], tmp_path: Path, rows_file: Path) -> None:
     """Texts and labels are escaped; the numbers of the test rows are in it; several runs overlay."""
     from accel_ft import report
+    from accel_ft.reporting import figures
+    from accel_ft.reporting.record import read_record
 
     evil = tmp_path / "evil.csv"
     with evil.open("w", newline="") as file:
@@ -429,6 +449,12 @@ def test_the_report(words: list[str], tmp_path: Path, rows_file: Path) -> None:
     train.main(words)
     run = tmp_path / "run"
     page = (run / "report.html").read_text()
+    mistake = '<td class="text">&lt;script&gt;alert(1)&lt;/script&gt; goal</td>'
+    assert mistake in page or '<td class="text">bank $x_1$</td>' in page
+    assert re.search(r'\d\.\d{3} <span class="range">\d\.\d{3}.\d\.\d{3}</span>', page)
+    assert "<td>4</td><td>save</td>" in page
+    assert "<td>learning_rate</td><td><pre>0.001</pre>" in page
+    assert "<td>sample order sha256</td>" in page
     assert "<script>" not in page
     assert "<b>Sports" not in page
     assert "&lt;b&gt;Sports&lt;/b&gt;" in page
@@ -436,7 +462,8 @@ def test_the_report(words: list[str], tmp_path: Path, rows_file: Path) -> None:
     assert "http" not in page.replace("http-equiv", "")  # self-contained
     assert {path.stem for path in (run / "report").iterdir()} == {
         "train_loss", "train_learning_rate", "train_grad_norm", "train_samples_per_second",
-        "eval_loss", "eval_accuracy", "eval_f1_macro", "confusion_0", "reliability_0",
+        "eval_loss", "eval_accuracy", "eval_f1_macro", "eval_matthews_correlation",
+        "confusion_0", "reliability_0",
     }  # fmt: skip
     with np.load(run / "predictions.npz") as saved:
         accuracy = float((saved["logits"].argmax(1) == saved["labels"]).mean())
@@ -449,6 +476,53 @@ def test_the_report(words: list[str], tmp_path: Path, rows_file: Path) -> None:
     page = (tmp_path / "both/report.html").read_text()
     assert "<h2>run</h2>" in page
     assert "<h2>other</h2>" in page
+    records = [read_record(folder) for folder in (run, tmp_path / "other")]
+    assert {len(figure.axes[0].lines) for figure in figures.curves(records).values()} == {2}
+
+
+def test_a_report_of_runs_of_one_name_and_of_one_that_goes_on(
+    words: list[str], tmp_path: Path
+) -> None:
+    from accel_ft import report
+
+    folders = [tmp_path / "a/run", tmp_path / "b/run"]
+    for folder in folders:
+        train.main([*words, "--output_dir", str(folder)])
+    cut_off(folders[0], 6)
+    lines = (folders[0] / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line)["event"] not in ("eval", "test", "end")]
+    (folders[0] / "metrics.jsonl").write_text("".join(kept))
+    for name in ("predictions.npz", "mistakes.jsonl"):
+        (folders[0] / name).unlink()
+    report.main([*map(str, folders), "--output", str(tmp_path)])
+    page = (tmp_path / "report.html").read_text()
+    for folder in folders:
+        assert f"<h2>{folder}</h2>" in page
+    assert "<th>accuracy</th>" in page  # the first one has none
+    cut_off(folders[1], 6)
+    with pytest.raises(RuntimeError):
+        stopped_at(8, [*words, "--output_dir", str(folders[1]), *LATEST])
+    assert not (folders[1] / "predictions.npz").exists()  # of the model that is no more
+    assert not (folders[1] / "mistakes.jsonl").exists()
+
+
+LATEST = ["--resume_from_checkpoint", "latest"]
+
+
+def stopped_at(step: int, words: list[str]) -> None:
+    """Train until an update fails."""
+    from accel_ft.engine.run import Run
+
+    after = Run.after_update
+
+    def fail(run: Run) -> None:
+        if run.step == step:
+            raise RuntimeError("stopped")
+        after(run)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "after_update", fail)
+        train.main(words)
 
 
 def test_a_report_of_no_run(tmp_path: Path) -> None:
@@ -484,7 +558,7 @@ def test_a_run_is_reproduced(
     train.main(["--reproduce", str(tmp_path / "run")])
     assert "reproduced: 12 train events, bit for bit" in capsys.readouterr().out
     report.main(["--diff", str(tmp_path / "run"), str(tmp_path / "run_again")])
-    assert capsys.readouterr().out == "run and run_again do not differ\n"
+    assert capsys.readouterr().out == "they do not differ\n"
     with pytest.raises(UserError, match="not reproduced") as caught:
         train.main(
             [
@@ -498,6 +572,53 @@ def test_a_run_is_reproduced(
         )
     assert "setting learning_rate: 0.001 | 0.002" in str(caught.value)
     assert "update 2: loss" in str(caught.value) or "update 2: learning_rate" in str(caught.value)
+
+
+def test_a_reproduction_says_where_it_differs_and_why(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_model: Path
+) -> None:
+    """Of a run that was stopped, that logged now and then, and whose pretrained weights are others now."""
+    from accel_ft.errors import UserError
+
+    encoder = tmp_path / "encoder"
+    shutil.copytree(tiny_model, encoder)
+    words += ["--model_name_or_path", str(encoder), "--logging_steps", "4"]
+    with pytest.raises(RuntimeError):
+        stopped_at(9, words)
+    again = ["--reproduce", str(tmp_path / "run")]
+    train.main(again)
+    shown = capsys.readouterr().out
+    assert "reproduced: 2 train events, bit for bit; " in shown
+    assert "run stopped there, after update 8" in shown
+    weights = load_file(encoder / "model.safetensors")
+    save_file({name: 2 * value for name, value in weights.items()}, encoder / "model.safetensors")
+    with pytest.raises(UserError) as caught:
+        train.main([*again, "--output_dir", str(tmp_path / "third")])
+    assert "receipt pretrained.model.safetensors: " in str(caught.value)
+    assert "updates 1 to 4: loss: " in str(caught.value)
+
+
+def test_the_receipt_and_what_differs_in_it(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accel_ft.reporting.compare import differences
+    from accel_ft.reporting.record import read_record
+    from accel_ft.runtime import receipt
+
+    train.main([*words, "--max_steps", "1"])
+    monkeypatch.setattr(receipt, "_version", lambda package: f"9.9 of {package}")
+    other = write_rows(tmp_path / "other.csv", 40, seed=9)
+    more = ["--max_steps", "1", "--train_file", str(other), "--output_dir", str(tmp_path / "b")]
+    train.main([*words, *more])
+    one, two = (read_record(tmp_path / name) for name in ("run", "b"))
+    told = {what for what, _, _ in differences(one, two)}
+    assert {"receipt data.train", "receipt versions.torch", "receipt num_samples.train"} <= told
+    assert {"git_commit", "python", "versions", "machine", "tokenizer", "pretrained"} <= set(
+        one.receipt
+    )
+    assert one.receipt["machine"]["device"]
+    assert one.receipt["machine"]["threads"] == 1
+    assert len(one.receipt["pretrained"]["model.safetensors"]) == 64
 
 
 # The Hub
@@ -612,7 +733,7 @@ def test_push_to_hub(
     assert results["accuracy"] == pytest.approx(
         events_of(tmp_path / "run")[-2]["test_accuracy"], abs=1e-6
     )
-    assert {"accuracy", "f1_macro", "loss"} == set(results)
+    assert {"accuracy", "f1_macro", "matthews_correlation", "loss"} == set(results)
     card.data.validate() if hasattr(card.data, "validate") else None
     hub.files.clear()
     export.main(
@@ -627,6 +748,11 @@ def test_push_to_hub(
         ]
     )
     assert "model.safetensors" in hub.files
+    exported = ModelCard(hub.files["README.md"].decode())
+    assert exported.data.eval_results == card.data.eval_results
+    assert {result.dataset_split for result in exported.data.eval_results} == {"test"}
+    for text in (card.content, exported.content):
+        assert 'pipeline("text-classification", model="me/x")' in text
 
 
 def test_a_hub_that_refuses_is_met_before_the_training(
@@ -660,6 +786,57 @@ def test_fit_and_load_classifier(tmp_path: Path, tiny_model: Path, rows_file: Pa
         fit(learning_rat=1)
 
 
+def test_label_smoothing_and_how_adapters_are_scaled(words: list[str], tmp_path: Path) -> None:
+    """The keys reach the loss and peft."""
+    words += ["--max_steps", "4"]
+    losses = []
+    for name, more in {
+        "plain": [],
+        "smooth": ["--label_smoothing_factor", "0.5"],
+        "lora": LORA,
+        "scaled": [*LORA, "--lora_alpha", "64"],
+        "dropped": [*LORA, "--lora_dropout", "0.5"],
+    }.items():
+        train.main([*words, *more, "--output_dir", str(tmp_path / name)])
+        losses.append([e["loss"] for e in events_of(tmp_path / name) if e["event"] == "train"])
+    assert len({tuple(each) for each in losses}) == 5
+
+
+@pytest.mark.parametrize("extra", ["lora", "onnx", "report", "search", "trackio"])
+def test_a_missing_extra_is_named(
+    extra: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as it is asked for, before anything is loaded or written."""
+    from conftest import ROOT
+
+    from accel_ft import export, search
+    from accel_ft.model import adapters, onnx
+    from accel_ft.reporting import report
+    from accel_ft.runtime import trackers
+
+    for module in (adapters, onnx, report):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    monkeypatch.setattr(trackers, "get_available_trackers", list)
+    words += ["--model_name_or_path", "no/model"]
+    (tmp_path / "job.yaml").write_text("seed: 1\n")
+    files = ["--job", str(tmp_path / "job.yaml"), "--space", str(tmp_path / "job.yaml")]
+    out = ["--checkpoint", "no/model", "--output", str(tmp_path / "out")]
+    calls = {
+        "lora": lambda: train.main([*words, *LORA]),
+        "onnx": lambda: export.main([*out, "--format", "onnx"]),
+        "report": lambda: report.write_report([], tmp_path),
+        "search": lambda: search.main(files),
+        "trackio": lambda: train.main([*words, "--report_to", "trackio"]),
+    }
+    with pytest.raises(ConfigError, match=rf"pip install 'accel_ft\[{extra}\]'"):
+        calls[extra]()
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert extra in project["optional-dependencies"]
+
+
 # Fitting
 
 
@@ -691,7 +868,12 @@ def test_the_largest_micro_batch_that_fits(
     assert steps == [1, 3]
     again = [e["loss"] for e in events_of(tmp_path / "little") if e["event"] == "train"]
     assert again[0] == pytest.approx(losses[0], rel=0.2)  # other dropout
-    monkeypatch.setattr(fitting, "device_bytes", lambda _: 1000)
+    whole = run_hash(tmp_path / "little")
+    cut_off(tmp_path / "little", 6)
+    monkeypatch.setattr(fitting, "device_bytes", lambda _: 10 * three_rows)  # now more would fit
+    train.main([*words, "--output_dir", str(tmp_path / "little"), *LATEST])
+    assert run_hash(tmp_path / "little") == whole
+    monkeypatch.setattr(fitting, "device_bytes", lambda _: 200_000)  # the model's states have none
     with pytest.raises(
         ConfigError, match="per_device_train_batch_size=auto: not one sample of 32 tokens fits"
     ):
@@ -900,7 +1082,7 @@ def test_a_model_too_large_to_be_measured(
 ) -> None:
     from accel_ft.engine import fitting
 
-    monkeypatch.setattr(fitting, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(fitting, "device_bytes", lambda device: 1000)
     with pytest.raises(ConfigError, match="auto: the whole model, 0 MiB, has no room"):
         train.main([*words, "--per_device_train_batch_size", "auto"])
 

@@ -199,6 +199,22 @@ def test_several_labels_resume(tmp_path: Path, tiny_model: Path) -> None:
     assert run_hash(tmp_path / "run") == whole
 
 
+def test_thresholds_of_another_job(tmp_path: Path, tiny_model: Path) -> None:
+    """A classifier of other labels is trained on: its thresholds are not those of the new ones."""
+    from accel_ft.checkpoint.open import open_classifier
+
+    rows = several(tmp_path / "train.jsonl", 40, 0)
+    words = job(tiny_model, rows, rows, tmp_path / "run", "--max_steps", "1")
+    words += ["--problem_type", "multi_label_classification"]
+    train.main(words)
+    model = tmp_path / "run/model"
+    assert open_classifier(str(model), torch.device("cpu")).thresholds is not None
+    more = ["--model_name_or_path", str(model), "--output_dir", str(tmp_path / "on")]
+    train.main([*words, *more])
+    (checkpoint,) = (tmp_path / "on/checkpoints").iterdir()
+    assert open_classifier(str(checkpoint), torch.device("cpu")).thresholds is None
+
+
 def test_a_label_that_training_does_not_know(tmp_path: Path, tiny_model: Path) -> None:
     rows = several(tmp_path / "train.jsonl", 20, 0)
     (tmp_path / "bad.jsonl").write_text(
@@ -258,10 +274,17 @@ def test_regression(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixt
 def test_regression_metrics() -> None:
     found = regression_metrics(np.array([1.0, 2.0, 4.0]), np.array([1.0, 3.0, 3.0], np.float32))
     assert found == pytest.approx(
-        {"loss": 2 / 3, "rmse": (2 / 3) ** 0.5, "mae": 2 / 3, "pearson": 0.7559289, "r2": 0.25}
+        {
+            "loss": 2 / 3,
+            "rmse": (2 / 3) ** 0.5,
+            "mae": 2 / 3,
+            "pearson": 0.7559289,
+            "spearmanr": 0.8660254,  # ranks 1 2 3 and 1 2.5 2.5
+            "r2": 0.25,
+        }
     )
     flat = regression_metrics(np.ones(3), np.ones(3, np.float32))
-    assert (flat["pearson"], flat["r2"]) == (0.0, 0.0)
+    assert (flat["pearson"], flat["spearmanr"], flat["r2"]) == (0.0, 0.0, 0.0)
 
 
 def test_what_is_no_number(tmp_path: Path, tiny_model: Path) -> None:

@@ -3,7 +3,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from accel_ft.config import EvaluateConfig, PredictConfig, TrainConfig, parse, run_settings
+from accel_ft.config import (
+    DoctorConfig,
+    EvaluateConfig,
+    ExportConfig,
+    PredictConfig,
+    SearchConfig,
+    TrainConfig,
+    parse,
+    run_settings,
+)
 from accel_ft.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -94,6 +103,7 @@ def test_rules_between_keys(tmp_path: Path) -> None:
         "--global_batch_size", "8", "--gradient_accumulation_steps", "2"
     )
     assert "keep one of the two" in fault("--dataset_name", "x", "--train_file", str(rows))
+    assert "given without dataset_name" in fault("--dataset_config_name", "mrpc")
     assert "without training rows" in fault("--test_file", str(rows))
     (tmp_path / "rows.xls").touch()
     assert "unknown format. Allowed: .csv" in fault("--train_file", str(tmp_path / "rows.xls"))
@@ -115,7 +125,9 @@ def test_a_list_is_written_with_commas_or_blanks() -> None:
 
 
 def test_help_has_a_line_for_every_key(capsys: pytest.CaptureFixture[str]) -> None:
-    for config_class in (TrainConfig, EvaluateConfig, PredictConfig):
+    for config_class in (
+        TrainConfig, EvaluateConfig, PredictConfig, ExportConfig, SearchConfig, DoctorConfig,
+    ):  # fmt: skip
         with pytest.raises(SystemExit) as caught:
             parse(config_class, ["--help"], "train")
         assert caught.value.code == 0

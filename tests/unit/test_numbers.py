@@ -66,6 +66,10 @@ def test_scores_by_hand() -> None:
     found = Classification(keep_in_memory=True).compute(**ids)
     assert found["accuracy"] == 0.5
     assert found["f1_macro"] == pytest.approx((4 / 7 + 1 / 2) / 3)
+    # 6 x 3 hits - (3 x 4 + 2 x 2), over the root of (36 - 14) x (36 - 20)
+    assert found["matthews_correlation"] == pytest.approx(2 / (22 * 16) ** 0.5)
+    same = {"predictions": [1, 1], "references": [0, 1], "num_labels": 2}
+    assert Classification(keep_in_memory=True).compute(**same)["matthews_correlation"] == 0.0
     scores = found["per_class"]
     assert scores["precision"] == [2 / 4, 1 / 2, 0]
     assert scores["recall"] == pytest.approx([2 / 3, 1 / 2, 0])
@@ -83,7 +87,7 @@ def test_cross_entropy_by_hand_and_without_overflow() -> None:
 def test_all_metrics_of_an_evaluation() -> None:
     logits = np.array([[2.0, 1.0], [0.0, 1.0], [0.0, 3.0]], np.float32)
     scores = score(logits, np.array([0, 1, 0]), ["no", "yes"])
-    assert set(scores) == {"loss", "accuracy", "f1_macro", "per_class"}
+    assert set(scores) == {"loss", "accuracy", "f1_macro", "matthews_correlation", "per_class"}
     assert scores["per_class"]["yes"] == {
         "precision": 0.5,
         "recall": 1.0,

@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from accel_ft.config import DataConfig
 from accel_ft.data.sources import Source, check_first_rows, file_source, hub_sources, read_records
@@ -166,7 +167,7 @@ def test_a_dataset_folder_with_named_labels(tmp_path: Path) -> None:
             {"text": ["x", "a", "y"], "label": each}, features=features
         )
         rows.to_parquet(tmp_path / "data" / f"{split}.parquet")
-    sources = hub_sources(str(tmp_path / "data"), "label")
+    sources = hub_sources(DataConfig(), str(tmp_path / "data"))
     assert list(sources) == ["train", "test"]
     assert list(sources["train"].rows(DataConfig())) == [("row 0", "a", "yes")]
     assert [row[1:] for row in sources["test"].rows(DataConfig())] == [
@@ -176,7 +177,32 @@ def test_a_dataset_folder_with_named_labels(tmp_path: Path) -> None:
     ]
     rows.map(lambda row: {"label": -1}).to_parquet(tmp_path / "data" / "train.parquet")
     with pytest.raises(ConfigError, match="has no split `train` with labels"):
-        hub_sources(str(tmp_path / "data"), "label")
+        hub_sources(DataConfig(), str(tmp_path / "data"))
+
+
+def test_a_dataset_of_several_configurations(tmp_path: Path) -> None:
+    """As GLUE: named, scores in place of classes, those of the test rows kept back."""
+    import datasets
+
+    listed = []
+    for name, value in {"one": 0.5, "two": -1.0}.items():
+        files = []
+        for split, label in {"train": value, "test": -1.0}.items():
+            rows = datasets.Dataset.from_dict({"text": [name], "label": [label]})
+            rows = datasets.concatenate_datasets([rows, rows.map(lambda row: {"label": 2.0})])
+            rows = rows if split == "train" else rows.select([0])
+            rows.to_parquet(tmp_path / "data" / name / f"{split}.parquet")
+            files.append({"split": split, "path": f"{name}/{split}.parquet"})
+        listed.append({"config_name": name, "data_files": files})
+    (tmp_path / "data/README.md").write_text(f"---\n{yaml.safe_dump({'configs': listed})}---\n")
+    with pytest.raises(ConfigError, match="Config name is missing"):
+        hub_sources(DataConfig(), str(tmp_path / "data"))
+    for name, first in {"one": "0.5", "two": "-1.0"}.items():
+        config = DataConfig(dataset_name="x", dataset_config_name=name, problem_type="regression")
+        sources = hub_sources(config, str(tmp_path / "data"))
+        assert list(sources) == ["train"]
+        assert [row[1:] for row in sources["train"].rows(config)] == [(name, first), (name, "2.0")]
+        assert f", {name}, split train" in sources["train"].name
 
 
 def test_the_hub_out_of_reach_names_the_quickstart() -> None:
