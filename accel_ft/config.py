@@ -25,6 +25,8 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    ValidationInfo,
+    field_validator,
 )
 from pydantic.fields import FieldInfo
 
@@ -58,7 +60,13 @@ GROUPS = {  # of --help, by the key that each begins with
     "json": "findings",
 }
 C = TypeVar("C", bound="Config")
-BY_COMMAS = BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value)
+BY_COMMAS = BeforeValidator(
+    lambda value: (
+        [part.strip() for part in value.split(",") if part.strip()]
+        if isinstance(value, str)
+        else value
+    )
+)
 Names = Annotated[tuple[str, ...], BY_COMMAS]
 Weights = Annotated[tuple[PositiveFloat, ...], BY_COMMAS]
 Fault = tuple[tuple[str, ...], str]  # the keys it touches, the message
@@ -74,6 +82,16 @@ class Config(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_path(cls, value: Any, info: ValidationInfo) -> Any:
+        """`~` is the home folder; an empty variable of the shell is no folder."""
+        if not isinstance(value, str) or info.field_name in ("text", "text_pair"):
+            return value
+        if value == "" and Path in _kinds(cls.model_fields[str(info.field_name)].annotation):
+            raise ValueError("is empty")
+        return os.path.expanduser(value) if value.startswith("~") else value
 
     def rules(self) -> Iterator[Fault]:
         """Yield what is wrong between keys, or on disk."""
@@ -352,6 +370,8 @@ class EvaluateConfig(DataConfig):
     """Which rows; left out: the test rows where there are any, else the validation rows."""
     output: Path | None = None
     """Write the metrics to this JSON file too."""
+    max_seq_length: int | None = Field(None, ge=2)  # type: ignore[assignment]
+    """Tokens a text is cut at; left out: as in training, or what the model sees, 512 at most."""
 
 
 class ExportConfig(HubConfig):
@@ -414,7 +434,7 @@ class PredictConfig(Config):
     all_scores: bool = False
     """Add every label's score."""
     max_seq_length: int | None = Field(None, ge=2)
-    """Tokens a text is cut at; left out: the run's, or what the model can see (512 at most)."""
+    """Tokens a text is cut at; left out: as in training, or what the model sees, 512 at most."""
     per_device_eval_batch_size: int | None = Field(None, ge=1)
     """Samples of one forward pass, of the longest texts; of shorter ones as many more as make the
     same number of tokens. Left out: 16 on a CPU, whose caches are small; else 64."""
@@ -427,12 +447,10 @@ class PredictConfig(Config):
                 ("input", "text"),
                 "input, text: exactly one is needed. Fix: --input FILE (or -), or --text '...'",
             )
-        if self.input not in (None, "-") and not Path(str(self.input)).is_file():
+        path = Path(str(self.input))  # may be a pipe: <(command)
+        if self.input not in (None, "-") and (path.is_dir() or not path.exists()):
             yield ("input",), f"input={self.input}: there is no such file"
-        elif (
-            self.input not in (None, "-")
-            and Path(self.output).resolve() == Path(str(self.input)).resolve()
-        ):
+        elif self.input not in (None, "-") and Path(self.output).resolve() == path.resolve():
             yield ("output",), f"output={self.output}: is the input. Fix: another file"
 
 
@@ -561,14 +579,19 @@ def run_settings(values: dict[str, Any]) -> dict[str, Any]:
 
     Rows that are named in `values` replace all of the run's.
     """
-    folder = Path(str(values.get("checkpoint", "")))
-    candidates = (folder, folder.parent, folder.parent.parent)  # a run, its model, its checkpoint
-    run = next((path for path in candidates if (path / "receipt.json").is_file()), None)
+    run = run_folder(str(values.get("checkpoint", "")))
     if run is None:
         return {}
     settings = read_settings(run / "config.yaml")
     own_rows = ROW_KEYS & values.keys()
     return {key: value for key, value in settings.items() if not (own_rows and key in ROW_KEYS)}
+
+
+def run_folder(checkpoint: str) -> Path | None:
+    """Return the run that a checkpoint, or model, belongs to."""
+    folder = Path(checkpoint).expanduser().resolve()
+    candidates = (folder, folder.parent, folder.parent.parent)  # a run, its model, its checkpoint
+    return next((path for path in candidates if (path / "receipt.json").is_file()), None)
 
 
 def _parser(config_class: type[Config], prog: str) -> argparse.ArgumentParser:

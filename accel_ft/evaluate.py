@@ -5,10 +5,13 @@ FILE].
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 
-from accel_ft.config import EvaluateConfig, parse, run_settings
+from accel_ft.config import EvaluateConfig, parse, run_folder, run_settings
 from accel_ft.errors import ConfigError, run_command
+
+logger = logging.getLogger("accel_ft.evaluate")  # run with -m, its name is __main__
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -19,7 +22,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     from accel_ft.data.loader import Padding
     from accel_ft.data.splits import load_eval_split
     from accel_ft.engine.evaluation import evaluate, make_eval_loader
-    from accel_ft.model.load import check_max_seq_length
     from accel_ft.runtime.launch import make_accelerator
     from accel_ft.runtime.logging import setup_logging
 
@@ -27,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     setup_logging(accelerator.process_index)
     # Not prepared: each rank holds the whole model, and nothing but the ledger is exchanged.
     opened = open_classifier(config.checkpoint, accelerator.device)
-    check_max_seq_length(config.max_seq_length, opened.limit)
+    max_seq_length = opened.max_seq_length(config.max_seq_length)
+    config = config.resolved(max_seq_length=max_seq_length)
     if "problem_type" not in config.model_fields_set:
         config = config.resolved(problem_type=opened.problem_type)
     if config.problem_type != opened.problem_type:
@@ -36,7 +39,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     with accelerator.local_main_process_first():
         name, split = load_eval_split(config, opened.tokenizer, opened.label_names, config.split)
-    pad = Padding(opened.tokenizer, config.max_seq_length, accelerator.device)
+    if accelerator.is_main_process and not _are_the_runs_own(config, name, split.fingerprint()):
+        logger.warning(
+            "the validation rows were cut off the training rows, which are not those of the run "
+            "any more (or cut at another max_seq_length): some may have been trained on"
+        )
+    pad = Padding(opened.tokenizer, max_seq_length, accelerator.device)
     loader = make_eval_loader(accelerator, split, config.per_device_eval_batch_size, pad)
     scores, _ = evaluate(
         accelerator, opened.model, loader, split, opened.label_names, thresholds=opened.thresholds
@@ -47,6 +55,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(text)
         if config.output is not None:
             config.output.write_text(text + "\n", encoding="utf-8")
+
+
+def _are_the_runs_own(config: EvaluateConfig, split: str, fingerprint: str) -> bool:
+    """Whether validation rows that are cut off the training rows are those that the run cut off."""
+    run = run_folder(config.checkpoint)
+    if run is None or split != "validation" or config.validation_file is not None:
+        return True
+    receipt = json.loads((run / "receipt.json").read_text(encoding="utf-8"))
+    return bool(receipt["data"]["validation"] == fingerprint)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 from accel_ft.config import DATA_FILE_SUFFIXES, PredictConfig, parse, run_settings
 from accel_ft.errors import ConfigError, DataError, run_command
 
-DEFAULT_MAX_SEQ_LENGTH = 512
 Text = str | tuple[str, str]  # or a pair of texts
 CHUNK_ROWS = 2048  # read, sorted by length, labelled and written at a time: what bounds the memory
 
@@ -52,13 +51,10 @@ class Predictor:
 
         from accel_ft.checkpoint.open import open_classifier
         from accel_ft.data.loader import Padding
-        from accel_ft.model.load import check_max_seq_length
 
         self.config, self.accelerator = config, accelerator
         self.classifier = open_classifier(config.checkpoint, accelerator.device)
-        limit = self.classifier.limit or DEFAULT_MAX_SEQ_LENGTH
-        self.max_seq_length = config.max_seq_length or min(DEFAULT_MAX_SEQ_LENGTH, limit)
-        check_max_seq_length(self.max_seq_length, self.classifier.limit)
+        self.max_seq_length = self.classifier.max_seq_length(config.max_seq_length)
         self.pad = Padding(self.classifier.tokenizer, self.max_seq_length, accelerator.device)
         self.transform: Callable[[torch.Tensor], torch.Tensor] = {
             "single_label_classification": lambda logits: logits.softmax(dim=-1),
@@ -72,9 +68,15 @@ class Predictor:
         """
         if isinstance(texts, str):
             raise TypeError("texts: a list of texts is wanted, not one text")
-        if self.config.text_pair_column is not None and any(isinstance(t, str) for t in texts):
-            raise DataError("texts: the model was trained on pairs. Fix: a tuple of two texts each")
-        return [self.describe(row) for row in self.scores(list(texts))] if texts else []
+        wanted = [tuple(text) if isinstance(text, list) else text for text in texts]
+        pairs = self.config.text_pair_column is not None or isinstance((wanted or "?")[0], tuple)
+        for number, text in enumerate(wanted):
+            parts = text if isinstance(text, tuple) else (text,)
+            if len(parts) != 1 + pairs or not all(isinstance(part, str) for part in parts):
+                why = "trained on pairs" if self.config.text_pair_column else "began with one"
+                meant = f"a pair of texts ({why})" if pairs else "a text"
+                raise DataError(f"texts[{number}]: is {text!r}, not {meant}")
+        return [self.describe(row) for row in self.scores(wanted)] if wanted else []
 
     def label(self, rows: Iterator[Any]) -> Iterator[list[dict[str, Any]]]:
         """Yield what is written of the rows that rank 0 reads, some at a time. Collective."""
@@ -178,11 +180,30 @@ def _guess_format(path: str) -> str:
     if path == "-":
         standard_input: Any = sys.stdin.buffer
         return "jsonl" if standard_input.peek(1)[:1] == b"{" else "lines"
-    return suffix if f".{suffix}" in DATA_FILE_SUFFIXES else "lines"
+    if f".{suffix}" in DATA_FILE_SUFFIXES:
+        return suffix
+    if suffix in ("", "txt"):
+        return "lines"
+    raise ConfigError(
+        f"input={path}: unknown format. Fix: --input_format lines, csv, tsv, json, jsonl or parquet"
+    )
 
 
-def _open_output(path: str) -> Any:
-    return nullcontext(sys.stdout) if path == "-" else open(path, "w", encoding="utf-8")
+@contextmanager
+def _open_output(path: str) -> Iterator[Any]:
+    """Standard output, or a file that takes its name when it is complete."""
+    if path == "-" or (Path(path).exists() and not Path(path).is_file()):  # a device, a pipe
+        with nullcontext(sys.stdout) if path == "-" else open(path, "w", encoding="utf-8") as file:
+            yield file
+        return
+    final = Path(path).resolve()
+    staging = final.with_name(f".{final.name}.{os.getpid()}")
+    try:
+        with staging.open("w", encoding="utf-8") as file:
+            yield file
+        staging.replace(final)
+    finally:
+        staging.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

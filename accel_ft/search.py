@@ -34,6 +34,7 @@ from accel_ft.runtime.logging import read_events
 
 EXTRA = "the search needs optuna. Fix: pip install 'accel_ft[search]'"
 POLL_SECONDS = 0.2
+IDLE = {"output_dir", "report_to", "push_to_hub", "hub_model_id", "hub_private_repo"}
 at_work: defaultdict[str, Lock] = defaultdict(Lock)  # trials with the same settings, in turn
 
 
@@ -50,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise ConfigError(EXTRA) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     settings, space = read_settings(config.job), read_settings(config.space)
-    ranges = _check_space(config, space)
     job = checked(TrainConfig, settings)
+    ranges = _check_space(config, settings, space)
     config.output_dir.mkdir(parents=True, exist_ok=True)
     study = optuna.create_study(
         study_name=job.best_metric,
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         direction="maximize" if job.takes_highest else "minimize",
         pruner=optuna.pruners.MedianPruner(n_startup_trials=config.num_startup_trials),
     )
-    _check_known(config, study.trials, ranges)
+    _check_known(config, study, ranges, job.model_dump(mode="json", exclude={*IDLE, *space}))
     seed = job.seed + len(study.trials)  # a study that goes on draws anew
     study.sampler = optuna.samplers.TPESampler(seed=seed)
     for trial in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):  # of a search killed
@@ -87,7 +88,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"job: {best}")
 
 
-def _check_space(config: SearchConfig, space: dict[str, Any]) -> dict[str, Any]:
+def _check_space(
+    config: SearchConfig, settings: dict[str, Any], space: dict[str, Any]
+) -> dict[str, Any]:
     """Return the distributions by key; refuse what is no key of a job, or no range.
 
     Raises:
@@ -103,6 +106,10 @@ def _check_space(config: SearchConfig, space: dict[str, Any]) -> dict[str, Any]:
             continue
         try:
             _suggest(trial, key, values)
+            for value in values if isinstance(values, list) else (values["low"], values["high"]):
+                checked(TrainConfig, settings | {key: value})
+        except ConfigError as error:
+            faults.append(str(error))
         except (KeyError, TypeError, ValueError) as error:
             faults.append(
                 f"{key}={values}: no range ({first_line(error)}). Allowed: {{low: A, high: B, "
@@ -113,15 +120,25 @@ def _check_space(config: SearchConfig, space: dict[str, Any]) -> dict[str, Any]:
     return dict(trial.distributions)
 
 
-def _check_known(config: SearchConfig, trials: list[Any], ranges: dict[str, Any]) -> None:
-    """Refuse a space that the study's earlier trials cannot be compared in.
+def _check_known(
+    config: SearchConfig, study: Any, ranges: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    """Refuse a space, or settings, in which the study's earlier trials cannot be compared.
 
     Raises:
         ConfigError: naming the key.
     """
     from optuna.distributions import check_distribution_compatibility
 
-    for trial in trials:
+    earlier = study.user_attrs.get("settings", settings) if study.trials else settings
+    for key in earlier.keys() | settings.keys():
+        if earlier.get(key) != settings.get(key):
+            raise ConfigError(
+                f"job={config.job}: {key} was {earlier.get(key)!r} in the trials of "
+                f"{config.output_dir}. Fix: that, or another output_dir"
+            )
+    study.set_user_attr("settings", settings)
+    for trial in study.trials:
         for key in trial.distributions.keys() & ranges.keys():
             try:
                 check_distribution_compatibility(trial.distributions[key], ranges[key])
@@ -135,7 +152,7 @@ def _check_known(config: SearchConfig, trials: list[Any], ranges: dict[str, Any]
 def _suggest(trial: Any, key: str, values: Any) -> Any:
     if isinstance(values, list):
         return trial.suggest_categorical(key, values)
-    whole = all(isinstance(values[end], int) for end in ("low", "high"))
+    whole = TrainConfig.model_fields[key].annotation in (int, int | None)
     return (trial.suggest_int if whole else trial.suggest_float)(key, **values)
 
 

@@ -118,6 +118,11 @@ def _own(config: TrainConfig, lock: Path) -> Iterator[None]:
                 f"output_dir={folder}: already holds a run. "
                 "Fix: --resume_from_checkpoint latest to continue it, or another --output_dir"
             )
+        if (folder / "model").exists() and not (folder / "receipt.json").exists():
+            raise ConfigError(
+                f"output_dir={folder}: holds a `model` that is no run's, which the final model "
+                "would replace. Fix: another --output_dir"
+            )
         yield
 
 

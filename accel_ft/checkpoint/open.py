@@ -15,6 +15,8 @@ from accel_ft.model import adapters, load
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_MAX_SEQ_LENGTH = 512
+
 
 @dataclass(frozen=True)
 class Classifier:
@@ -40,6 +42,18 @@ class Classifier:
         one = self.model.config.num_labels == 1
         default = "regression" if one else "single_label_classification"
         return str(self.model.config.problem_type or default)
+
+    def max_seq_length(self, wanted: int | None) -> int:
+        """Return how many tokens a text is cut at: as wanted, as in training, or what the model can
+        see, 512 at most.
+
+        Raises:
+            ConfigError: it cannot see as many as wanted.
+        """
+        load.check_max_seq_length(wanted or 0, self.limit)
+        trained = getattr(self.model.config, "max_seq_length", None)
+        can = min(DEFAULT_MAX_SEQ_LENGTH, self.limit or DEFAULT_MAX_SEQ_LENGTH)
+        return wanted or (trained if isinstance(trained, int) else can)
 
     @property
     def thresholds(self) -> NDArray[np.float64] | None:
@@ -99,4 +113,9 @@ def model_folder(path: str) -> str:
             raise CheckpointError(f"{path}: has no checkpoint yet")
         logger.warning("%s has no final model yet; taking %s", path, newest.name)
         return str(newest)
+    elif folder.is_dir() and not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"checkpoint={path}: holds no model. Fix: the folder of a run, one of its "
+            "checkpoints/step_..., or a Hugging Face folder"
+        )
     return path

@@ -119,6 +119,11 @@ def find(watch: Watch, root: Path, wanted: str | None) -> Path | None:
                 found = newest_sound(root)
             else:
                 found = Path(wanted)
+                if (found / "checkpoints").is_dir():
+                    raise CheckpointError(
+                        f"resume_from_checkpoint={wanted}: is a run. Fix: `latest` to go on with "
+                        "output_dir, or one of its checkpoints/step_..."
+                    )
                 check(found)
         except CheckpointError as error:
             fault = error

@@ -44,12 +44,21 @@ class Source:
         fingerprint: changes whenever the content does.
         records: starts reading; yields (place, columns).
         label_names: names of integer labels where the source declares them.
+        path: of a local file.
     """
 
     name: str
     fingerprint: str
     records: Callable[[], Iterator[Record]]
     label_names: tuple[str, ...] | None = None
+    path: Path | None = None
+
+    def is_unchanged(self) -> bool:
+        """Whether a local file still holds what it did when it was opened."""
+        try:
+            return self.path is None or _sha256(self.path) == self.fingerprint
+        except OSError:
+            return False
 
     def rows(self, config: DataConfig) -> Iterator[Row]:
         """Yield place, text (or pair of texts) and label of every row.
@@ -102,10 +111,15 @@ def file_source(path: Path) -> Source:
     """Open a local csv, tsv, json, jsonl or parquet file; its fingerprint is the SHA-256 of its
     bytes.
     """
-    with path.open("rb") as file:
-        fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
     suffix = path.suffix.lower().removeprefix(".")
-    return Source(str(path), fingerprint, lambda: read_records(str(path), suffix))
+    return Source(
+        str(path), _sha256(path), lambda: read_records(str(path), suffix), path=path.absolute()
+    )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_records(path: str, file_format: str) -> Iterator[Record]:

@@ -107,6 +107,7 @@ class Splits:
     train: Split
     validation: Split
     test: Split | None
+    sources: dict[str, Source]
 
 
 def open_sources(config: DataConfig) -> dict[str, Source]:
@@ -132,7 +133,8 @@ def load_splits(config: TrainConfig, tokenizer: Any, model_labels: Sequence[str]
     Raises:
         DataError, ConfigError: for what is wrong with them.
     """
-    names, splits = _open(open_sources(config), config, tokenizer, model_labels)
+    sources = open_sources(config)
+    names, splits = _open(sources, config, tokenizer, model_labels)
     train, validation = splits["train"], splits["validation"]
     train.stop = min(train.stop, train.start + (config.max_train_samples or len(train)))
     labels = validation.labels(np.arange(len(validation), dtype=np.int64))
@@ -155,7 +157,7 @@ def load_splits(config: TrainConfig, tokenizer: Any, model_labels: Sequence[str]
                 "%d of the %d %s texts are among the training texts too: their metrics flatter",
                 shared, len(splits[name]), name,
             )  # fmt: skip
-    return Splits(names, train, validation, splits.get("test"))
+    return Splits(names, train, validation, splits.get("test"), sources)
 
 
 def _open(

@@ -92,6 +92,8 @@ def canonical(value: Any, config: DataConfig, names: tuple[str, ...] | None) -> 
     if config.problem_type == "single_label_classification":
         return _label(value, names)
     if isinstance(value, str):
+        if value.strip().startswith(("['", '["')) or value.strip() == "[]":
+            return None  # a list written as text, as pandas does
         value = [part.strip() for part in value.split(config.label_separator) if part.strip()]
     if not isinstance(value, list | tuple):
         return None
@@ -122,6 +124,7 @@ def _number(value: Any) -> str | None:
 
 MEANT = {
     "single_label_classification": "a text or an integer",
-    "multi_label_classification": "a list of different labels, or text with label_separator",
+    "multi_label_classification": "a list of different labels (jsonl, json, parquet), or text with "
+    "label_separator",
     "regression": "a finite number",
 }

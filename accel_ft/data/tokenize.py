@@ -11,12 +11,14 @@ A store holds, for n rows and N tokens in all:
 """
 
 import array
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -28,8 +30,11 @@ from numpy.typing import NDArray
 from accel_ft.config import DataConfig
 from accel_ft.data.plan import Ids
 from accel_ft.data.sources import Row, Source, Text
+from accel_ft.errors import DataError
 
 logger = logging.getLogger(__name__)
+
+FORGOTTEN_SECONDS = 24 * 3600
 
 STORE_VERSION = 3  # of the layout above; part of the key
 KEYS = {
@@ -116,14 +121,21 @@ def tokenize(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
     folder = cache_folder() / key
     try:
         return TokenStore(folder, source.name)
+    except PermissionError as error:
+        raise DataError(f"{error}. Fix: HF_HOME=a folder of your own") from error
     except (OSError, ValueError, KeyError) as error:
         if folder.exists():
             logger.warning("%s: damaged token cache, made anew (%s)", folder, error)
             shutil.rmtree(folder)
     logger.info("tokenising %s", source.name)
     folder.parent.mkdir(parents=True, exist_ok=True)
+    for old in folder.parent.glob(".making-*"):  # of killed processes
+        with contextlib.suppress(OSError):
+            if time.time() - old.stat().st_mtime > FORGOTTEN_SECONDS:
+                shutil.rmtree(old)
     staging = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
     try:
+        staging.chmod(folder.parent.stat().st_mode & 0o777)  # others may read what this user may
         _write_store(staging, source.rows(config), tokenizer, config.max_seq_length)
         try:
             staging.rename(folder)

@@ -71,7 +71,9 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     pad = Padding(tokenizer, config.max_seq_length, accelerator.device, compiled)
     if config.per_device_train_batch_size == "auto":
         config = _fitted(config, accelerator, watch, splits, tokenizer, pad)
-    config, accumulation_steps = _resolve_batch(config, accelerator.num_processes)
+    config, accumulation_steps = _resolve_batch(
+        config, accelerator.num_processes, len(splits.train)
+    )
     assert config.global_batch_size is not None
     accelerator.gradient_accumulation_steps = accumulation_steps
     num_micro_batches = accumulation_steps * accelerator.num_processes
@@ -151,6 +153,7 @@ def plain_model(
         thresholds=None,  # of another job's rows
     )
     model, drawn = load.load_for_training(folder, model_config, device)
+    model.config.max_seq_length = config.max_seq_length  # as predict and evaluate take it
     return choose_trained(model, config, drawn), drawn
 
 
@@ -219,7 +222,9 @@ def _earlier_micro_batch(config: TrainConfig, num_processes: int) -> int | None:
     return int(settings["per_device_train_batch_size"])
 
 
-def _resolve_batch(config: TrainConfig, num_processes: int) -> tuple[TrainConfig, int]:
+def _resolve_batch(
+    config: TrainConfig, num_processes: int, num_rows: int
+) -> tuple[TrainConfig, int]:
     """Settle global batch size and accumulation steps; each follows from the other."""
     assert config.per_device_train_batch_size != "auto"
     one_pass = config.per_device_train_batch_size * num_processes
@@ -230,7 +235,7 @@ def _resolve_batch(config: TrainConfig, num_processes: int) -> tuple[TrainConfig
         )
     else:
         size = config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
-        steps = math.ceil(size / one_pass)
+        steps = math.ceil(min(size, num_rows) / one_pass)
     if size < num_processes:
         raise ConfigError(
             f"global_batch_size={size}: {num_processes} processes need {num_processes} or more"
@@ -288,13 +293,13 @@ def start_or_resume(run: Run) -> None:
     if accelerator.is_main_process:
         transaction.make_root(run.checkpoints)
         transaction.remove_leftovers(run.checkpoints, later)
+        _check_space(run)
         transaction.remove(run.output_dir / "model")  # of an earlier end: what goes on has none yet
         for name in ("predictions.npz", "mistakes.jsonl"):
             (run.output_dir / name).unlink(missing_ok=True)
         run.events.rewind(run.step)
         if run.step > 0:
             run.events.write("resume", step=run.step, num_processes=accelerator.num_processes)
-        _check_space(run)
         _describe(run)
     run.trackers.start(run.config, run.step)
     run.watch.wait()

@@ -4,6 +4,7 @@ may be missing.
 
 import io
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from accel_ft.data.sources import Source
 from accel_ft.data.splits import Split
 from accel_ft.engine.step import forward
 from accel_ft.runtime.files import write_whole
+
+logger = logging.getLogger(__name__)
 
 MISTAKES = 100
 
@@ -115,6 +118,13 @@ def write_predictions(
     labels, rows = split.labels(places), split.ids(places)
     wrong, pairs = mistakes(logits, labels, label_names, thresholds)
     worst = np.argsort(-wrong, kind="stable")[: min(MISTAKES, int((wrong > 0).sum()))]
+    arrays: dict[str, Any] = {} if thresholds is None else {"thresholds": thresholds}
+    file = io.BytesIO()
+    np.savez(file, logits=logits, labels=labels, rows=rows, **arrays)
+    write_whole(folder / "predictions.npz", file.getvalue())
+    if not source.is_unchanged():
+        logger.warning("%s has changed since it was read: no mistakes.jsonl", source.name)
+        return
     texts = source.texts(config, set(rows[worst].tolist()))
     measure = "error" if config.problem_type == "regression" else "confidence"
     lines = [
@@ -129,7 +139,3 @@ def write_predictions(
     ]
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     write_whole(folder / "mistakes.jsonl", text)
-    arrays: dict[str, Any] = {} if thresholds is None else {"thresholds": thresholds}
-    file = io.BytesIO()
-    np.savez(file, logits=logits, labels=labels, rows=rows, **arrays)
-    write_whole(folder / "predictions.npz", file.getvalue())

@@ -23,7 +23,7 @@ from accel_ft.checkpoint import convert, state, transaction
 from accel_ft.config import TrainConfig
 from accel_ft.data.loader import Batch, Batches, make_loader
 from accel_ft.data.plan import Plan
-from accel_ft.data.splits import Split, Splits, open_sources
+from accel_ft.data.splits import Split, Splits
 from accel_ft.engine.evaluation import evaluate, predict_split, write_predictions
 from accel_ft.errors import Preempted
 from accel_ft.model import adapters
@@ -177,17 +177,32 @@ class Run:
         """Continue from a verified checkpoint. Collective."""
         saved = state.read_trainer_state(folder)
         state.check_same_run(folder, saved["identity"], self.identity, self.config.allow_changed)
+        groups = self.scheduler.optimizer.param_groups
+        fresh = [{key: group[key] for key in ("initial_lr", "weight_decay")} for group in groups]
         state.load(self.accelerator, folder, saved, self.config.seed)
-        self.scheduler.load_state_dict(saved["scheduler"])
+        # What allow_changed lets differ, and a schedule over more updates, hold from here on.
+        done, base_lrs = saved["scheduler"]["last_epoch"], self.scheduler.base_lrs
+        lambdas = self.scheduler.lr_lambdas
+        rates = [base * factor(done) for base, factor in zip(base_lrs, lambdas, strict=True)]
+        if rates != saved["scheduler"]["_last_lr"]:
+            logger.info("the next learning rate is %.3g, by the settings of this start", rates[0])
+        schedule = {"base_lrs": base_lrs, "_last_lr": rates}
+        self.scheduler.load_state_dict(saved["scheduler"] | schedule)
+        groups = self.scheduler.optimizer.param_groups
+        for group, settings, rate in zip(groups, fresh, rates, strict=True):
+            group.update(settings, lr=rate)
         for name in state.RUN_STATE:
             setattr(self, name, saved[name])
         self.saved_step = self.step
         self.passed_over |= set(saved["passed_over"])
         if self.best is not None:
-            other_metric = self.best["metric"] != self.config.best_metric
             is_gone = self._protected_step is not None and not self._best_folder().is_dir()
-            if other_metric or is_gone:
-                what = f"of {self.best['metric']}" if other_metric else "whose checkpoint is gone"
+            what = "whose checkpoint is gone" if is_gone else ""
+            if saved["validation_data"] != self.splits.validation.fingerprint():
+                what = "on other validation rows"
+            if self.best["metric"] != self.config.best_metric:
+                what = f"of {self.best['metric']}"
+            if what:
                 logger.warning("best was that %s: best starts anew", what)
                 self.best, self.num_worse = None, 0
         sums, rank = saved["loss_sums"], self.accelerator.process_index
@@ -347,6 +362,7 @@ class Run:
         trainer_state = {name: getattr(self, name) for name in state.RUN_STATE} | {
             "num_processes": self.accelerator.num_processes,
             "device": self.accelerator.device.type,
+            "validation_data": self.splits.validation.fingerprint(),
             "identity": self.identity,
             "scheduler": self.scheduler.state_dict(),
             "loss_sums": self.watch.tell(self.loss_sum),
@@ -433,7 +449,7 @@ class Run:
             logits = self.logits
         with state.together(self.watch, self.output_dir / "predictions"):
             if self.accelerator.is_main_process:
-                sources = open_sources(self.config)
+                sources = self.splits.sources
                 write_predictions(
                     self.output_dir,
                     logits,

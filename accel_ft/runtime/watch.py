@@ -147,7 +147,7 @@ class Watch:
         self._old_handlers = {}
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
-                self._old_handlers[number] = signal.signal(number, lambda *_: None)
+                self._old_handlers[number] = signal.signal(number, self._interrupt)
                 signal.siginterrupt(number, False)
             self._old_wakeup = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         self._write_beat()
@@ -219,6 +219,8 @@ class Watch:
             lost = self._find_lost() if self.num_ranks > 1 else None
             if lost is not None:  # the launcher ends the others when one is gone
                 self._end(lost)
+            if self._leaves_to_python(number):
+                return
             if not self._can_save:
                 self._exit_unsaved()
             if self.rank == 0 or reason:
@@ -229,6 +231,16 @@ class Watch:
         elif now - self._stopped_at > SAME_SIGNAL_SECONDS:
             self._say(f"{name} again: stopped at once, without saving")
             os._exit(128 + number)
+
+    def _leaves_to_python(self, number: int) -> bool:
+        """Whether Ctrl-C has nothing to save: one process alone, maybe a notebook, outlives it."""
+        return number == signal.SIGINT and self.num_ranks == 1 and not self._can_save
+
+    def _interrupt(self, number: int, _: Any) -> None:
+        """The handler, in the main thread; all else is done in the watching one."""
+        if self._leaves_to_python(number):
+            stage = self._beat["stage"]
+            raise Preempted(f"SIGINT at stage {stage}: stopped, there was nothing to save yet")
 
     def _exit_unsaved(self) -> None:
         name = signal.Signals(self.stop_signal).name

@@ -621,6 +621,188 @@ def test_the_receipt_and_what_differs_in_it(
     assert len(one.receipt["pretrained"]["model.safetensors"]) == 64
 
 
+# What a user may do in between
+
+
+def test_a_model_folder_that_is_no_runs(words: list[str], tmp_path: Path, tiny_model: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path / "run/model")
+    (tmp_path / "run/model/NOTES.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="holds a `model` that is no run's"):
+        train.main(words)
+    assert (tmp_path / "run/model/NOTES.txt").read_text() == "mine"
+
+
+def rates(folder: Path) -> list[float]:
+    return [e["learning_rate"] for e in events_of(folder) if e["event"] == "train"]
+
+
+def test_changed_rates_and_more_epochs_hold_from_the_resume_on(
+    words: list[str], tmp_path: Path
+) -> None:
+    settings = {
+        "faster": ["--learning_rate", "0.5", "--weight_decay", "0.25"],
+        "longer": ["--num_train_epochs", "4", "--warmup_steps", "0.1"],
+    }
+    allow = ["--allow_changed", "learning_rate", "weight_decay", "warmup_steps"]
+    train.main(words)
+    for name, changed in settings.items():
+        train.main([*words, *changed, "--output_dir", str(tmp_path / name)])
+        whole = rates(tmp_path / name)
+        shutil.copytree(tmp_path / "run", tmp_path / f"{name}_later")
+        cut_off(tmp_path / f"{name}_later", 6)
+        later = [*words, *changed, *LATEST, *allow, "--output_dir", str(tmp_path / f"{name}_later")]
+        train.main(later)
+        found = rates(tmp_path / f"{name}_later")
+        assert found[:6] == rates(tmp_path / "run")[:6]
+        assert found[6:] == whole[6:]
+        newest = max((tmp_path / f"{name}_later/checkpoints").iterdir())
+        groups = torch.load(newest / "optimizer.bin", weights_only=True)["param_groups"]
+        assert {group["weight_decay"] for group in groups} == {
+            0.0,
+            0.25 if name == "faster" else 0.01,
+        }
+
+
+def test_a_model_that_left_its_run_is_measured_as_in_it(
+    words: list[str], tmp_path: Path, odd_file: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Cut at the same length; and from inside its own folder."""
+    from accel_ft import evaluate, export, load_classifier
+
+    train.main([*words, "--max_seq_length", "9"])
+    test = next(e for e in events_of(tmp_path / "run") if e["event"] == "test")
+    out = tmp_path / "exported"
+    export.main(["--checkpoint", str(tmp_path / "run"), "--output", str(out)])
+    assert load_classifier(out).max_seq_length == 9
+    monkeypatch.chdir(tmp_path / "run/model")
+    for words in (["--checkpoint", str(out), "--test_file", str(odd_file)], ["--checkpoint", "."]):
+        capsys.readouterr()
+        evaluate.main(words)
+        assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(
+            test["test_loss"], rel=1e-7
+        )
+
+
+def test_rows_that_change_beside_a_run(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    """While it trains: no texts that are not its own. Between two starts: best starts anew. After it: it is told."""
+    from accel_ft import evaluate
+    from accel_ft.engine.run import Run
+
+    rows, held_out = (write_rows(tmp_path / f"{n}.csv", n, seed=n) for n in (40, 30))
+    words = [*words[:2], *words[8:], "--train_file", str(rows), "--load_best_model_at_end"]
+    finish = Run.finish
+
+    def change(run: Run) -> None:
+        write_rows(rows, 60, seed=3)
+        finish(run)
+
+    with monkeypatch.context() as patch, caplog.at_level("WARNING", logger="accel_ft"):
+        patch.setattr(Run, "finish", change)
+        patch.setattr("accel_ft.runtime.logging.setup_logging", lambda rank: None)
+        train.main(words)
+        assert "has changed since it was read: no mistakes.jsonl" in caplog.text
+        assert (tmp_path / "run/model/README.md").is_file()
+        assert not (tmp_path / "run/mistakes.jsonl").exists()
+        evaluate.main(["--checkpoint", str(tmp_path / "run")])
+        assert "some may have been trained on" in caplog.text
+        caplog.clear()
+        words += ["--output_dir", str(tmp_path / "b"), "--validation_file"]
+        with pytest.raises(RuntimeError):
+            stopped_at(8, [*words, str(held_out)])
+        train.main([*words, str(rows), *LATEST])
+        assert "best was that on other validation rows: best starts anew" in caplog.text
+
+
+def test_a_full_disk_is_met_before_the_old_model_goes(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accel_ft.engine import build
+
+    train.main(words)
+    full = type("Usage", (), {"free": 0})
+    monkeypatch.setattr(build.shutil, "disk_usage", lambda _: full)
+    with pytest.raises(CheckpointError, match="0 MB are free"):
+        train.main([*words, "--num_train_epochs", "4", *LATEST])
+    assert (tmp_path / "run/model/model.safetensors").is_file()
+    assert events_of(tmp_path / "run")[-1]["event"] == "end"
+
+
+def test_ctrl_c_with_nothing_to_save_can_be_caught(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook, which goes on; the same settings then train."""
+    import os
+    import signal
+
+    from accel_ft.engine import build
+    from accel_ft.errors import Preempted
+
+    load_splits = build.load_splits
+
+    def interrupted(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return load_splits(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "load_splits", interrupted)
+        with pytest.raises(Preempted, match="SIGINT at stage data: stopped, there was nothing"):
+            train.main(words)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    train.main([*words, "--max_steps", "1"])
+
+
+def test_a_global_batch_larger_than_the_rows_costs_nothing(
+    words: list[str], tmp_path: Path
+) -> None:
+    train.main([*words, "--global_batch_size", "1000000", "--max_steps", "1"])
+    receipt = json.loads((tmp_path / "run/receipt.json").read_text())
+    assert receipt["accumulation_steps"] == 12  # 47 rows, 4 at once
+
+
+def test_what_predict_is_given(words: list[str], tmp_path: Path, capsys) -> None:
+    from accel_ft import load_classifier, predict
+    from accel_ft.errors import DataError
+
+    train.main([*words, "--max_steps", "1"])
+    classifier = load_classifier(tmp_path / "run")
+    texts = ["a goal", "the bank"]
+    plain = classifier.predict(texts)
+    assert classifier.predict(np.array(texts, dtype=object)) == plain
+    for bad, words in (
+        (["a", None], r"texts\[1\]: is None, not a text"),
+        (["a", ("a", "b")], r"texts\[1\]: is \('a', 'b'\), not a text"),
+        ([("a", "b"), "a"], r"texts\[1\]: is 'a', not a pair"),
+    ):
+        with pytest.raises(DataError, match=words):
+            classifier.predict(bad)
+    rows, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows.write_text('{"text": "a"}\n[1]\n')
+    out.write_text("of yesterday")
+    command = ["--checkpoint", str(tmp_path / "run"), "--output", str(out), "--input"]
+    with pytest.raises(DataError, match="line 2: is"):
+        predict.main([*command, str(rows)])
+    assert out.read_text() == "of yesterday"
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "in.jsonl", "out.jsonl"}
+    rows.rename(tmp_path / "in.ndjson")
+    with pytest.raises(ConfigError, match=r"in.ndjson: unknown format. Fix: --input_format"):
+        predict.main([*command, str(tmp_path / "in.ndjson")])
+
+
+def test_folders_that_are_nearly_checkpoints(words: list[str], tmp_path: Path) -> None:
+    from accel_ft import predict
+
+    train.main([*words, "--max_steps", "1"])
+    for folder in (tmp_path, tmp_path / "run/checkpoints"):
+        with pytest.raises(CheckpointError, match="holds no model. Fix: the folder of a run"):
+            predict.main(["--checkpoint", str(folder), "--text", "a"])
+    again = [*words, "--output_dir", str(tmp_path / "b")]
+    with pytest.raises(CheckpointError, match="is a run. Fix: `latest`"):
+        train.main([*again, "--resume_from_checkpoint", str(tmp_path / "run")])
+
+
 # The Hub
 
 
@@ -1025,6 +1207,15 @@ def test_a_search_stops_what_is_worse_than_the_median(search_of_stand_ins) -> No
         search_of_stand_ins("learning_rate: [0.1, 0.5, 0.9]\n", "--num_trials", "7")
 
 
+def test_a_search_of_another_job(search_of_stand_ins, tmp_path: Path) -> None:
+    space = "weight_decay: {low: 0, high: 1}\nlearning_rate: [0.9]\n"
+    study = search_of_stand_ins(space, "--num_trials", "1")
+    assert 0 < study.trials[0].params["weight_decay"] < 1  # a number of the key's kind
+    (tmp_path / "job.yaml").write_text("seed: 1\nmax_steps: 7\n")
+    with pytest.raises(ConfigError, match="max_steps was None in the trials of"):
+        search_of_stand_ins(space, "--num_trials", "2")
+
+
 def test_trials_at_the_same_time(search_of_stand_ins) -> None:
     words = ["--num_trials", "2", "--parallel_trials", "2"]
     study = search_of_stand_ins("learning_rate: {low: 0.1, high: 0.4}\n", *words)
@@ -1040,12 +1231,15 @@ def test_a_space_that_cannot_be(tmp_path: Path) -> None:
 
     (tmp_path / "job.yaml").write_text("seed: 1\n")
     (tmp_path / "space.yaml").write_text(
+        "lr_scheduler_type: [linear, cosin]\nsave_total_limit: {low: 0, high: 3}\n"
         "learning_rat: [1]\nseed: {low: 1}\nwarmup_steps: 3\nweight_decay: {low: 0, high: 0.1, log: true}\n"
     )
     with pytest.raises(ConfigError) as caught:
         search.main(["--job", str(tmp_path / "job.yaml"), "--space", str(tmp_path / "space.yaml")])
     assert "learning_rat: cannot be varied. Did you mean `learning_rate`?" in str(caught.value)
     assert "seed={'low': 1}: no range" in str(caught.value)
+    assert "lr_scheduler_type=cosin" in str(caught.value)
+    assert "save_total_limit=0" in str(caught.value)
     assert "warmup_steps=3: no range" in str(caught.value)
     assert "weight_decay={'low': 0, 'high': 0.1, 'log': True}: no range" in str(caught.value)
 

@@ -199,6 +199,15 @@ def test_several_labels_resume(tmp_path: Path, tiny_model: Path) -> None:
     assert run_hash(tmp_path / "run") == whole
 
 
+def test_a_list_that_pandas_wrote_as_text(tmp_path: Path, tiny_model: Path) -> None:
+    """It would become labels made of brackets."""
+    bad = tmp_path / "bad.csv"
+    bad.write_text("text,label\na,\"['World', 'Sports']\"\nb,\"['World']\"\nc,[]\n")
+    words = job(tiny_model, bad, bad, tmp_path / "run")
+    with pytest.raises(DataError, match="3 faulty rows(.|\n)*not a list of different labels"):
+        train.main([*words, "--problem_type", "multi_label_classification"])
+
+
 def test_thresholds_of_another_job(tmp_path: Path, tiny_model: Path) -> None:
     """A classifier of other labels is trained on: its thresholds are not those of the new ones."""
     from accel_ft.checkpoint.open import open_classifier
@@ -316,7 +325,7 @@ def test_keys_that_are_for_classes_only(tmp_path: Path) -> None:
             ]
         )
     assert (
-        "metric_for_best_model=accuracy: no metric of regression. Allowed: rmse, mae, pearson, r2, loss"
+        "metric_for_best_model=accuracy: no metric of regression. Allowed: rmse, mae, pearson, spearmanr, r2, loss"
         in str(caught.value)
     )
     assert "class_weights=balanced: is for single_label_classification only" in str(caught.value)

@@ -122,6 +122,19 @@ def test_a_list_is_written_with_commas_or_blanks() -> None:
     assert train_config("--class_weights", "1", "2.5").class_weights == (1.0, 2.5)
     assert train_config("--class_weights", "none").class_weights is None
     assert "report_to" in fault("--report_to")
+    spaced = train_config("--lora_target_modules", "query, value", "--report_to", "html,", "wandb")
+    assert spaced.lora_target_modules == ("query", "value")
+    assert spaced.report_to == ("html", "wandb")
+
+
+def test_paths_of_the_home_folder_and_of_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert train_config("--output_dir=~/run").output_dir == tmp_path / "run"
+    assert "output_dir=: Value error, is empty" in fault("--output_dir", "")
+    config = parse(PredictConfig, ["--checkpoint", "~/x", "--text", "~/x"], "predict")
+    assert (config.checkpoint, config.text) == (str(tmp_path / "x"), "~/x")
 
 
 def test_help_has_a_line_for_every_key(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,9 @@
 
 import json
 import logging
+import os
 import pickle
+import time
 from functools import partial
 from pathlib import Path
 
@@ -97,6 +99,31 @@ def test_damaged_store_is_made_again(
     folder = store_of(rows_file, tokenizer).folder
     (folder / name).write_bytes((folder / name).read_bytes()[:-3])
     assert store_of(rows_file, tokenizer).tokens(46).tolist()[-1] == 3
+
+
+def test_a_cache_that_several_users_share(
+    rows_file: Path, tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store is as open as the folder it is in; one that may not be read is no damaged one; what a killed process
+    left is removed after a day.
+    """  # fmt: skip
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    cache_folder().chmod(0o755)
+    for name, age in {"old": 2 * 24 * 3600, "new": 60}.items():
+        left = cache_folder() / f".making-{name}"
+        left.mkdir()
+        os.utime(left, (time.time() - age,) * 2)
+    folder = store_of(rows_file, tokenizer).folder
+    assert folder.stat().st_mode & 0o777 == 0o755
+    assert [path.name for path in cache_folder().glob(".making-*")] == [".making-new"]
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(tokenize_module, "TokenStore", refuse)
+    with pytest.raises(DataError, match=r"Permission denied.*Fix: HF_HOME=a folder of your own"):
+        store_of(rows_file, tokenizer)
+    assert folder.is_dir()
 
 
 def test_faulty_rows_leave_nothing_in_the_cache(tmp_path: Path, tokenizer) -> None:
