@@ -59,6 +59,9 @@ GROUPS = {  # of --help, by the key that each begins with
     "checkpoint": "what and where",
     "json": "findings",
 }
+MAYBE_PATHS = {
+    "model_name_or_path", "dataset_name", "resume_from_checkpoint", "checkpoint", "input", "output",
+}  # fmt: skip
 C = TypeVar("C", bound="Config")
 BY_COMMAS = BeforeValidator(
     lambda value: (
@@ -87,11 +90,13 @@ class Config(BaseModel):
     @classmethod
     def _read_path(cls, value: Any, info: ValidationInfo) -> Any:
         """`~` is the home folder; an empty variable of the shell is no folder."""
-        if not isinstance(value, str) or info.field_name in ("text", "text_pair"):
+        key = str(info.field_name)
+        is_path = Path in _kinds(cls.model_fields[key].annotation)
+        if not isinstance(value, str) or not (is_path or key in MAYBE_PATHS):
             return value
-        if value == "" and Path in _kinds(cls.model_fields[str(info.field_name)].annotation):
+        if value == "" and is_path:
             raise ValueError("is empty")
-        return os.path.expanduser(value) if value.startswith("~") else value
+        return os.path.expanduser(value)
 
     def rules(self) -> Iterator[Fault]:
         """Yield what is wrong between keys, or on disk."""

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from accel_ft.config import DoctorConfig, parse
-from accel_ft.errors import UserError, run_command
+from accel_ft.errors import Preempted, UserError, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         for finding in examine(config):
             note(finding)
+    except Preempted:
+        raise
     except UserError as error:
         note(failed("set-up", str(error), "as it says"))
     counts = {verdict: sum(f.verdict is verdict for f in findings) for verdict in Verdict}

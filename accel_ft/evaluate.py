@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from accel_ft.config import EvaluateConfig, parse, run_folder, run_settings
 from accel_ft.errors import ConfigError, run_command
@@ -38,8 +39,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"problem_type={config.problem_type}: {config.checkpoint} is for {opened.problem_type}"
         )
     with accelerator.local_main_process_first():
-        name, split = load_eval_split(config, opened.tokenizer, opened.label_names, config.split)
-    if accelerator.is_main_process and not _are_the_runs_own(config, name, split.fingerprint()):
+        name, split, is_cut_off = load_eval_split(
+            config, opened.tokenizer, opened.label_names, config.split
+        )
+    if is_cut_off and accelerator.is_main_process and not _are_the_runs_own(config, split):
         logger.warning(
             "the validation rows were cut off the training rows, which are not those of the run "
             "any more (or cut at another max_seq_length): some may have been trained on"
@@ -57,13 +60,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             config.output.write_text(text + "\n", encoding="utf-8")
 
 
-def _are_the_runs_own(config: EvaluateConfig, split: str, fingerprint: str) -> bool:
-    """Whether validation rows that are cut off the training rows are those that the run cut off."""
+def _are_the_runs_own(config: EvaluateConfig, split: Any) -> bool:
+    """Whether rows that are cut off the training rows are among those that the run cut off."""
     run = run_folder(config.checkpoint)
-    if run is None or split != "validation" or config.validation_file is not None:
+    if run is None:
         return True
     receipt = json.loads((run / "receipt.json").read_text(encoding="utf-8"))
-    return bool(receipt["data"]["validation"] == fingerprint)
+    content, _, places = split.fingerprint().partition("[0:")
+    known, _, known_places = str(receipt["data"]["validation"]).partition("[0:")
+    return content == known and int(places[:-1]) <= int(known_places[:-1])
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from accel_ft.config import ExportConfig, parse, run_settings
+from accel_ft.config import ExportConfig, parse, run_folder, run_settings
 from accel_ft.errors import ConfigError, run_command
 
 
@@ -79,8 +79,9 @@ def export(
             model_config.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
         settings = run_settings({"checkpoint": checkpoint}) | {"hub_model_id": repo_id}
-        ended = Path(folder).name == "model"  # a checkpoint's own results nobody wrote down
-        events = read_events(Path(folder).parent / "metrics.jsonl") if ended else []
+        run = run_folder(checkpoint)
+        ended = run is not None and Path(folder).resolve() == run / "model"  # no checkpoint's
+        events = read_events(run / "metrics.jsonl") if run is not None and ended else []
         (staging / "README.md").write_text(
             model_card(names, settings, *results(events)), encoding="utf-8"
         )

@@ -189,13 +189,16 @@ def regression_metrics(predictions: NDArray[Any], labels: NDArray[np.float32]) -
 
 
 def _correlation(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
-    return float(np.corrcoef(one, other)[0, 1]) if one.std() > 0 and other.std() > 0 else 0.0
+    if one.std() == 0 or other.std() == 0:
+        return 0.0
+    return float(np.corrcoef(one, other)[0, 1])  # NaN where one of them is not finite
 
 
 def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Equal values share the mean of their ranks."""
+    """Equal values share the mean of their ranks; what is no number has none."""
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[places]
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[places]
+    return np.where(np.isfinite(values), ranks, np.nan)
 
 
 def mistakes(

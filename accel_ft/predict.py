@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -182,7 +183,7 @@ def _guess_format(path: str) -> str:
         return "jsonl" if standard_input.peek(1)[:1] == b"{" else "lines"
     if f".{suffix}" in DATA_FILE_SUFFIXES:
         return suffix
-    if suffix in ("", "txt"):
+    if suffix == "txt" or (suffix == "" and Path(path).is_file()):
         return "lines"
     raise ConfigError(
         f"input={path}: unknown format. Fix: --input_format lines, csv, tsv, json, jsonl or parquet"
@@ -192,18 +193,29 @@ def _guess_format(path: str) -> str:
 @contextmanager
 def _open_output(path: str) -> Iterator[Any]:
     """Standard output, or a file that takes its name when it is complete."""
-    if path == "-" or (Path(path).exists() and not Path(path).is_file()):  # a device, a pipe
+    place = Path(path)
+    in_place = place.exists() and not (place.is_file() and os.access(place.parent, os.W_OK))
+    if path == "-" or in_place:  # a device, a pipe, a file in a folder of somebody else
         with nullcontext(sys.stdout) if path == "-" else open(path, "w", encoding="utf-8") as file:
             yield file
         return
     final = Path(path).resolve()
     staging = final.with_name(f".{final.name}.{os.getpid()}")
+    if final.exists():
+        final.open("a").close()  # may it be written?
     try:
         with staging.open("w", encoding="utf-8") as file:
+            if final.exists():
+                staging.chmod(final.stat().st_mode & 0o777)
             yield file
-        staging.replace(final)
-    finally:
+    except BaseException:
         staging.unlink(missing_ok=True)
+        raise
+    try:
+        staging.replace(final)
+    except OSError:  # it is a mount of its own
+        shutil.copyfile(staging, final)
+        staging.unlink()
 
 
 if __name__ == "__main__":

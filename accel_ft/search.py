@@ -27,14 +27,25 @@ from typing import Any
 
 import yaml
 
-from accel_ft.config import SearchConfig, TrainConfig, checked, parse, read_settings
+from accel_ft.config import (
+    SearchConfig,
+    TrainConfig,
+    checked,
+    parse,
+    read_settings,
+    type_name,
+)
 from accel_ft.errors import ConfigError, first_line, nearest, run_command
 from accel_ft.runtime.files import write_whole
 from accel_ft.runtime.logging import read_events
 
 EXTRA = "the search needs optuna. Fix: pip install 'accel_ft[search]'"
 POLL_SECONDS = 0.2
-IDLE = {"output_dir", "report_to", "push_to_hub", "hub_model_id", "hub_private_repo"}
+IDLE = {  # settings that decide nothing of what a trial finds
+    "output_dir", "report_to", "push_to_hub", "hub_model_id", "hub_private_repo", "ddp_timeout",
+    "dataloader_num_workers", "per_device_eval_batch_size", "save_steps", "save_total_limit",
+    "logging_steps", "preflight", "profile", "resume_from_checkpoint", "allow_changed",
+}  # fmt: skip
 at_work: defaultdict[str, Lock] = defaultdict(Lock)  # trials with the same settings, in turn
 
 
@@ -99,6 +110,7 @@ def _check_space(
     import optuna
 
     trial = optuna.create_study().ask()  # in memory; it refuses what a trial would
+    fixed = {key: value for key, value in settings.items() if key not in space}
     faults, known = [], TrainConfig.model_fields.keys() - {"output_dir"}
     for key, values in space.items():
         if key not in known:
@@ -107,7 +119,7 @@ def _check_space(
         try:
             _suggest(trial, key, values)
             for value in values if isinstance(values, list) else (values["low"], values["high"]):
-                checked(TrainConfig, settings | {key: value})
+                checked(TrainConfig, fixed | {key: value})
         except ConfigError as error:
             faults.append(str(error))
         except (KeyError, TypeError, ValueError) as error:
@@ -131,7 +143,7 @@ def _check_known(
     from optuna.distributions import check_distribution_compatibility
 
     earlier = study.user_attrs.get("settings", settings) if study.trials else settings
-    for key in earlier.keys() | settings.keys():
+    for key in earlier.keys() & settings.keys():
         if earlier.get(key) != settings.get(key):
             raise ConfigError(
                 f"job={config.job}: {key} was {earlier.get(key)!r} in the trials of "
@@ -152,7 +164,8 @@ def _check_known(
 def _suggest(trial: Any, key: str, values: Any) -> Any:
     if isinstance(values, list):
         return trial.suggest_categorical(key, values)
-    whole = TrainConfig.model_fields[key].annotation in (int, int | None)
+    kinds = type_name(TrainConfig.model_fields[key]).split("|")
+    whole = "INT" in kinds and "FLOAT" not in kinds
     return (trial.suggest_int if whole else trial.suggest_float)(key, **values)
 
 
@@ -174,7 +187,9 @@ def _run_trial(config: SearchConfig, job: TrainConfig, trial: Any, chosen: dict[
     if config.config_file is not None:
         command += ["--config_file", str(config.config_file)]
     command += ["-m", "accel_ft.train", "--config", str(config.job)]
-    command += [f"--{key}={value}" for key, value in words.items()]
+    for key, value in words.items():
+        text = ",".join(map(str, value)) if isinstance(value, list) else value
+        command.append(f"--{key}={text}")
     pruned = False
     with at_work[name], (folder / "log").open("a") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)

@@ -95,7 +95,7 @@ def settings_to_reproduce(values: dict[str, Any]) -> dict[str, Any]:
     """The settings of the run that is to be trained again, into a folder beside it."""
     if values.get("reproduce") is None:
         return {}
-    folder = Path(str(values["reproduce"])).resolve()
+    folder = Path(str(values["reproduce"])).expanduser().resolve()
     if not all((folder / name).is_file() for name in ("config.yaml", "receipt.json")):
         raise ConfigError(f"reproduce={folder}: holds no run")
     return run_settings(values | {"checkpoint": folder}) | {
@@ -118,11 +118,12 @@ def _own(config: TrainConfig, lock: Path) -> Iterator[None]:
                 f"output_dir={folder}: already holds a run. "
                 "Fix: --resume_from_checkpoint latest to continue it, or another --output_dir"
             )
-        if (folder / "model").exists() and not (folder / "receipt.json").exists():
-            raise ConfigError(
-                f"output_dir={folder}: holds a `model` that is no run's, which the final model "
-                "would replace. Fix: another --output_dir"
-            )
+        for name in ("model", "predictions.npz", "mistakes.jsonl"):
+            if (folder / name).exists() and not (folder / "receipt.json").exists():
+                raise ConfigError(
+                    f"output_dir={folder}: holds a `{name}` that is no run's, which this one's "
+                    "would replace. Fix: another --output_dir"
+                )
         yield
 
 
@@ -177,15 +178,17 @@ def _compare(first: Path, again: Path) -> None:
     Raises:
         UserError: it is not; names the first update that differs, and what may be the cause.
     """
-    from accel_ft.reporting.compare import curves, differences, table
+    from accel_ft.reporting.compare import curves, differences, shared, table
     from accel_ft.reporting.record import read_record
 
     one, other = read_record(first), read_record(again)
     if any(curves(one, other)):
         raise UserError(f"not reproduced:\n{table(list(differences(one, other)))}")
-    trained, stopped = one.of("train"), not one.of("end")
-    until = f"; {first} stopped there, after update {trained[-1]['step']}" if stopped else ""
-    print(f"reproduced: {len(trained)} train events, bit for bit{until}")
+    compared, stopped = shared(one, other), not one.of("end")
+    if not compared:
+        raise UserError(f"nothing to compare: {first} and {again} logged no updates alike")
+    until = f"; {first} stopped there, after update {compared[-1][1]}" if stopped else ""
+    print(f"reproduced: {len(compared)} train events, bit for bit{until}")
 
 
 if __name__ == "__main__":

@@ -214,7 +214,7 @@ def _warn_of_look_alikes(names: list[str]) -> None:
 
 def load_eval_split(
     config: DataConfig, tokenizer: Any, names: list[str], wanted: str | None
-) -> tuple[str, Split]:
+) -> tuple[str, Split, bool]:
     """Read the rows to evaluate a finished model on.
 
     Args:
@@ -222,7 +222,8 @@ def load_eval_split(
         wanted: "test", "validation" or None for the first there is.
 
     Returns:
-        The split's name and the split; a validation split is the same rows as in training.
+        The split's name, the split, and whether it was cut off the training rows; the same rows as
+        in training.
     """
     sources = open_sources(config)
     wanted = wanted or ("test" if "test" in sources else "validation")
@@ -230,7 +231,7 @@ def load_eval_split(
     if given not in sources:
         raise ConfigError(f"split={wanted}: the job names no {wanted} rows. Fix: --{wanted}_file")
     _, splits = _open({given: sources[given]}, config, tokenizer, names, fixed=True)
-    return wanted, splits[wanted]
+    return wanted, splits[wanted], given != wanted
 
 
 def _store(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:

@@ -131,7 +131,8 @@ def tokenize(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
     folder.parent.mkdir(parents=True, exist_ok=True)
     for old in folder.parent.glob(".making-*"):  # of killed processes
         with contextlib.suppress(OSError):
-            if time.time() - old.stat().st_mtime > FORGOTTEN_SECONDS:
+            newest = max(path.stat().st_mtime for path in (old, *old.iterdir()))
+            if time.time() - newest > FORGOTTEN_SECONDS:
                 shutil.rmtree(old)
     staging = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
     try:

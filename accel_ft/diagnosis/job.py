@@ -239,7 +239,9 @@ def _places(batch: Batch) -> list[int]:
 def _has_room(run: Run) -> bool:
     """Whether every rank can hold the whole model, gradients and moments once more."""
     weights = sum(4 * p.numel() for p in run.model.parameters())
-    return bool(min(gather(device_bytes(run.accelerator.device))) > 5 * weights)
+    device = run.accelerator.device
+    held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    return bool(min(gather(device_bytes(device) - held)) > 5 * weights)
 
 
 def _on_a_plain_model(run: Run) -> Iterator[Finding]:

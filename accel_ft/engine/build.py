@@ -6,7 +6,6 @@ import logging
 import math
 import shutil
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from accelerate.utils import DynamoBackend, set_seed
 from torch import nn
 
 from accel_ft.checkpoint import state, transaction
-from accel_ft.config import TrainConfig, read_settings
+from accel_ft.config import TrainConfig, read_settings, run_folder
 from accel_ft.data.loader import Batches, Padding, train_places
 from accel_ft.data.plan import Plan
 from accel_ft.data.splits import Splits, class_weights, load_splits
@@ -211,15 +210,13 @@ def _earlier_micro_batch(config: TrainConfig, num_processes: int) -> int | None:
     micro-batches decides what dropout draws.
     """
     wanted = config.resume_from_checkpoint
-    run = config.output_dir if wanted == "latest" else Path(wanted or "").parent.parent
-    try:
-        receipt = json.loads((run / "receipt.json").read_text(encoding="utf-8"))
-        settings = read_settings(run / "config.yaml")
-    except (OSError, ValueError):
+    run = run_folder(str(config.output_dir) if wanted == "latest" else wanted or "")
+    if wanted is None or run is None:
         return None
-    if wanted is None or receipt["strategy"]["num_processes"] != num_processes:
+    receipt = json.loads((run / "receipt.json").read_text(encoding="utf-8"))
+    if receipt["strategy"]["num_processes"] != num_processes:
         return None
-    return int(settings["per_device_train_batch_size"])
+    return int(read_settings(run / "config.yaml")["per_device_train_batch_size"])
 
 
 def _resolve_batch(

@@ -198,7 +198,8 @@ class Run:
         if self.best is not None:
             is_gone = self._protected_step is not None and not self._best_folder().is_dir()
             what = "whose checkpoint is gone" if is_gone else ""
-            if saved["validation_data"] != self.splits.validation.fingerprint():
+            rows = self.splits.validation.fingerprint()
+            if saved.get("validation_data", rows) != rows:
                 what = "on other validation rows"
             if self.best["metric"] != self.config.best_metric:
                 what = f"of {self.best['metric']}"

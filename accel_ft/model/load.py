@@ -105,10 +105,12 @@ def provenance(name: str) -> dict[str, str]:
     """Return the Hub's commit of a pretrained model, or the SHA-256 of each of its local files of
     weights.
     """
-    folder = Path(resolve(name))
+    folder, found = Path(resolve(name)), {}
     if not folder.is_dir():
-        return {"commit": str(load_model_config(str(folder))._commit_hash)}
-    found = {}
+        from transformers.utils.hub import cached_file, extract_commit_hash
+
+        commit = extract_commit_hash(cached_file(name, "config.json"), None)
+        return {} if commit is None else {"commit": commit}
     for path in sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]):
         with path.open("rb") as file:
             found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,7 +1,7 @@
 """What differs between two runs: settings, data, versions, and the first update that does."""
 
 from collections.abc import Iterator
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any
 
 from accel_ft.reporting.record import Record, scores_of
@@ -11,6 +11,7 @@ IDLE_SETTINGS = {"output_dir", "reproduce", "report_to", "push_to_hub", "hub_mod
 IDLE_RECEIPT = {"starts", "identity"}
 
 Difference = tuple[str, Any, Any]  # what, in the first run, in the second
+Updates = tuple[int, int]  # the last one that an event does not speak of, the last one it does
 
 
 def differences(one: Record, other: Record) -> Iterator[Difference]:
@@ -30,13 +31,12 @@ def curves(one: Record, other: Record) -> Iterator[Difference]:
     and the last update where both runs ended and it does.
     """
     for event in ("train", "eval", "test"):
-        first, second = ({e["step"]: e for e in record.of(event)} for record in (one, other))
-        both = sorted(first.keys() & second.keys())
+        first, second = _by_updates(one, event), _by_updates(other, event)
         differing = (
-            (f"{_updates(event, before, step)}: {key}", first[step].get(key), second[step].get(key))
-            for before, step in pairwise([0, *both])
-            for key in (COMPARED if event == "train" else scores_of(first[step]))
-            if first[step].get(key) != second[step].get(key)
+            (f"{_words(event, updates)}: {key}", first[updates].get(key), second[updates].get(key))
+            for updates in shared(one, other, event)
+            for key in (COMPARED if event == "train" else scores_of(first[updates]))
+            if first[updates].get(key) != second[updates].get(key)
         )
         yield from islice(differing, 1)
     last, other_last = ([e["step"] for e in record.of("end")] for record in (one, other))
@@ -44,8 +44,19 @@ def curves(one: Record, other: Record) -> Iterator[Difference]:
         yield "last update", last[0], other_last[0]
 
 
-def _updates(event: str, before: int, step: int) -> str:
-    """What an event speaks of: a train event of all updates since the one before it."""
+def shared(one: Record, other: Record, event: str = "train") -> list[Updates]:
+    """Return the updates that events of both runs speak of, in order."""
+    return sorted(_by_updates(one, event).keys() & _by_updates(other, event).keys())
+
+
+def _by_updates(record: Record, event: str) -> dict[Updates, dict[str, Any]]:
+    events = record.of(event)
+    befores = [0, *(each["step"] for each in events)] if event == "train" else [0] * len(events)
+    return {(before, each["step"]): each for before, each in zip(befores, events, strict=False)}
+
+
+def _words(event: str, updates: Updates) -> str:
+    before, step = updates
     if event != "train":
         return f"{event} after update {step}"
     return f"update {step}" if step == before + 1 else f"updates {before + 1} to {step}"

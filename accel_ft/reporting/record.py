@@ -85,6 +85,7 @@ def read_record(folder: Path) -> Record:
     if (folder / "predictions.npz").is_file():
         with np.load(folder / "predictions.npz") as arrays:
             predictions = dict(arrays)
+    if (folder / "mistakes.jsonl").is_file():
         with (folder / "mistakes.jsonl").open(encoding="utf-8") as lines:  # texts may hold U+2028
             mistakes = [json.loads(line) for line in lines]
     name = folder.resolve().name

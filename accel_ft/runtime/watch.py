@@ -67,7 +67,7 @@ class Watch:
         self.stop_signal = 0
         """Number of the signal that asked this rank to stop, 0 for none."""
         self._stopped_at = 0.0
-        self._can_save = False
+        self._can_save = self._interrupted = False
         self._beat: dict[str, Any] = {"rank": rank, "host": _host(), "pid": os.getpid()}
         self._beat |= {"born": psutil.Process().create_time(), "stage": "start", "count": 0}
         self._beat["exit_code"] = EXIT_FAILED
@@ -133,6 +133,7 @@ class Watch:
         self._can_save = can_save
         self._beat["stage"] = name
         if self.stop_signal and not can_save:
+            self._interrupt(self.stop_signal, None)
             self._exit_unsaved()
 
     # The thread.
@@ -164,7 +165,7 @@ class Watch:
         lost: str | None = None
         if error is None:
             self.stage("end", can_save=True)
-        elif not isinstance(error, Preempted):
+        elif not (isinstance(error, Preempted) or self._interrupted):
             felt = isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError)
             if self.num_ranks > 1 and felt:  # maybe another's end, felt here
                 limit = self.limit / 2 if "imed out" in str(error) else 0.0
@@ -178,7 +179,8 @@ class Watch:
             print("".join(traceback.format_exception(error)), file=self._log, flush=True)
         self._wake.send(b"\0")  # no signal has the number 0: the thread's end
         self._thread.join()
-        self._write_beat(ended=error is None or isinstance(error, Preempted))
+        ended = error is None or isinstance(error, Preempted) or self._interrupted
+        self._write_beat(ended=ended)
         if self._old_handlers:
             signal.set_wakeup_fd(self._old_wakeup)
             for number, handler in self._old_handlers.items():
@@ -191,6 +193,11 @@ class Watch:
             file.close()
         if lost is not None:
             raise RankError(lost) from error
+        if self._interrupted:
+            stage = self._beat["stage"]
+            raise Preempted(
+                f"SIGINT at stage {stage}: stopped, there was nothing to save yet"
+            ) from error
 
     def _run(self) -> None:
         beats = 0.0
@@ -239,8 +246,8 @@ class Watch:
     def _interrupt(self, number: int, _: Any) -> None:
         """The handler, in the main thread; all else is done in the watching one."""
         if self._leaves_to_python(number):
-            stage = self._beat["stage"]
-            raise Preempted(f"SIGINT at stage {stage}: stopped, there was nothing to save yet")
+            self._interrupted = True
+            raise KeyboardInterrupt  # which no `except Exception` on the way takes for its own
 
     def _exit_unsaved(self) -> None:
         name = signal.Signals(self.stop_signal).name

@@ -590,6 +590,10 @@ def test_a_reproduction_says_where_it_differs_and_why(
     shown = capsys.readouterr().out
     assert "reproduced: 2 train events, bit for bit; " in shown
     assert "run stopped there, after update 8" in shown
+    with pytest.raises(RuntimeError):
+        stopped_at(2, [*words, "--output_dir", str(tmp_path / "short")])
+    with pytest.raises(UserError, match="nothing to compare"):
+        train.main(["--reproduce", str(tmp_path / "short")])
     weights = load_file(encoder / "model.safetensors")
     save_file({name: 2 * value for name, value in weights.items()}, encoder / "model.safetensors")
     with pytest.raises(UserError) as caught:
@@ -690,6 +694,7 @@ def test_rows_that_change_beside_a_run(
     """While it trains: no texts that are not its own. Between two starts: best starts anew. After it: it is told."""
     from accel_ft import evaluate
     from accel_ft.engine.run import Run
+    from accel_ft.reporting.record import read_record
 
     rows, held_out = (write_rows(tmp_path / f"{n}.csv", n, seed=n) for n in (40, 30))
     words = [*words[:2], *words[8:], "--train_file", str(rows), "--load_best_model_at_end"]
@@ -706,9 +711,14 @@ def test_rows_that_change_beside_a_run(
         assert "has changed since it was read: no mistakes.jsonl" in caplog.text
         assert (tmp_path / "run/model/README.md").is_file()
         assert not (tmp_path / "run/mistakes.jsonl").exists()
+        assert read_record(tmp_path / "run").mistakes == []
         evaluate.main(["--checkpoint", str(tmp_path / "run")])
         assert "some may have been trained on" in caplog.text
         caplog.clear()
+        write_rows(rows, 40, seed=40)
+        for more in ([], ["--max_eval_samples", "2"]):
+            evaluate.main(["--checkpoint", str(tmp_path / "run"), *more])
+            assert "trained on" not in caplog.text
         words += ["--output_dir", str(tmp_path / "b"), "--validation_file"]
         with pytest.raises(RuntimeError):
             stopped_at(8, [*words, str(held_out)])
@@ -730,25 +740,31 @@ def test_a_full_disk_is_met_before_the_old_model_goes(
     assert events_of(tmp_path / "run")[-1]["event"] == "end"
 
 
+@pytest.mark.parametrize("where", ["model_config", "rows"])
 def test_ctrl_c_with_nothing_to_save_can_be_caught(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a notebook, which goes on; the same settings then train."""
+    """As in a notebook, which goes on; the same settings then train. Who catches all that goes wrong with other
+    people's files does not catch it.
+    """  # fmt: skip
     import os
     import signal
+
+    import transformers
 
     from accel_ft.engine import build
     from accel_ft.errors import Preempted
 
-    load_splits = build.load_splits
-
-    def interrupted(*args: Any) -> Any:
+    def interrupted(*_: Any, **__: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
-        return load_splits(*args)
+        raise ValueError("it has gone on")
 
     with monkeypatch.context() as patch:
-        patch.setattr(build, "load_splits", interrupted)
-        with pytest.raises(Preempted, match="SIGINT at stage data: stopped, there was nothing"):
+        if where == "rows":
+            patch.setattr(build, "load_splits", interrupted)
+        else:
+            patch.setattr(transformers.AutoConfig, "from_pretrained", interrupted)
+        with pytest.raises(Preempted, match="SIGINT at stage .*: stopped, there was nothing"):
             train.main(words)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     train.main([*words, "--max_steps", "1"])
@@ -786,9 +802,28 @@ def test_what_predict_is_given(words: list[str], tmp_path: Path, capsys) -> None
         predict.main([*command, str(rows)])
     assert out.read_text() == "of yesterday"
     assert {path.name for path in tmp_path.iterdir()} == {"run", "in.jsonl", "out.jsonl"}
+    out.chmod(0o600)
+    rows.write_text('{"text": "a"}\n')
+    predict.main([*command, str(rows)])
+    assert json.loads(out.read_text())["line"] == 1
+    assert out.stat().st_mode & 0o777 == 0o600
     rows.rename(tmp_path / "in.ndjson")
     with pytest.raises(ConfigError, match=r"in.ndjson: unknown format. Fix: --input_format"):
         predict.main([*command, str(tmp_path / "in.ndjson")])
+
+
+def test_a_model_of_the_hub(words: list[str], tmp_path: Path, tiny_model: Path) -> None:
+    """From the Hub's cache, as it lies there after a download."""
+    from huggingface_hub import constants
+
+    commit, place = "0123456789" * 4, Path(constants.HF_HUB_CACHE) / "models--some--model"
+    shutil.copytree(tiny_model, place / "snapshots" / commit)
+    (place / "refs").mkdir()
+    (place / "refs/main").write_text(commit)
+    train.main([*words, "--model_name_or_path", "some/model", "--max_steps", "1"])
+    receipt = json.loads((tmp_path / "run/receipt.json").read_text())
+    assert receipt["pretrained"] == {"commit": commit}
+    assert "base_model: some/model" in (tmp_path / "run/model/README.md").read_text()
 
 
 def test_folders_that_are_nearly_checkpoints(words: list[str], tmp_path: Path) -> None:
@@ -1208,9 +1243,17 @@ def test_a_search_stops_what_is_worse_than_the_median(search_of_stand_ins) -> No
 
 
 def test_a_search_of_another_job(search_of_stand_ins, tmp_path: Path) -> None:
-    space = "weight_decay: {low: 0, high: 1}\nlearning_rate: [0.9]\n"
+    space = (
+        "weight_decay: {low: 0, high: 1}\nlearning_rate: [0.9]\nfreeze: [null]\nlora_r: [4]\n"
+        "per_device_train_batch_size: {low: 8, high: 64}\n"
+    )
+    (tmp_path / "job.yaml").write_text("seed: 1\nfreeze: encoder\n")  # not with lora_r, but varied
     study = search_of_stand_ins(space, "--num_trials", "1")
-    assert 0 < study.trials[0].params["weight_decay"] < 1  # a number of the key's kind
+    found = study.trials[0].params
+    assert 0 < found["weight_decay"] < 1  # numbers of the key's kind
+    assert isinstance(found["per_device_train_batch_size"], int)
+    (tmp_path / "job.yaml").write_text("seed: 1\nfreeze: encoder\nddp_timeout: 9\n")
+    search_of_stand_ins(space, "--num_trials", "1")
     (tmp_path / "job.yaml").write_text("seed: 1\nmax_steps: 7\n")
     with pytest.raises(ConfigError, match="max_steps was None in the trials of"):
         search_of_stand_ins(space, "--num_trials", "2")

@@ -294,6 +294,9 @@ def test_regression_metrics() -> None:
     )
     flat = regression_metrics(np.ones(3), np.ones(3, np.float32))
     assert (flat["pearson"], flat["spearmanr"], flat["r2"]) == (0.0, 0.0, 0.0)
+    diverged = regression_metrics(np.array([1.0, np.nan, 2.0]), np.ones(3, np.float32) * [1, 2, 3])
+    assert np.isnan(diverged["spearmanr"])
+    assert np.isnan(diverged["pearson"])
 
 
 def test_what_is_no_number(tmp_path: Path, tiny_model: Path) -> None:

@@ -135,6 +135,7 @@ def test_paths_of_the_home_folder_and_of_nowhere(
     assert "output_dir=: Value error, is empty" in fault("--output_dir", "")
     config = parse(PredictConfig, ["--checkpoint", "~/x", "--text", "~/x"], "predict")
     assert (config.checkpoint, config.text) == (str(tmp_path / "x"), "~/x")
+    assert train_config("--label_separator", "~").label_separator == "~"
 
 
 def test_help_has_a_line_for_every_key(capsys: pytest.CaptureFixture[str]) -> None:

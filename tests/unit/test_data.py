@@ -198,12 +198,12 @@ def test_integer_labels_are_not_guessed(tmp_path: Path, tokenizer) -> None:
     config = parse(TrainConfig, ["--train_file", str(path), "--test_file", str(path)], "train")
     with pytest.raises(DataError, match="label '1' does not occur"):
         load_eval_split(config, tokenizer, ["no", "yes"], None)
-    name, split = load_eval_split(config, tokenizer, ["0", "1"], None)
+    name, split, _ = load_eval_split(config, tokenizer, ["0", "1"], None)
     assert (name, split.labels(np.arange(2)).tolist()) == ("test", [1, 0])
     with pytest.raises(ConfigError, match="the job names no test rows"):
         load_eval_split(config.resolved(test_file=None), tokenizer, ["0", "1"], "test")
     # rows cut off the training rows: the labels are the model's, those that do not occur there included
-    _, split = load_eval_split(config, tokenizer, ["2", "1", "0"], "validation")
+    _, split, _ = load_eval_split(config, tokenizer, ["2", "1", "0"], "validation")
     assert split.targets.tolist() == [{"2": 0, "1": 1, "0": 2}[name] for name in split.store.labels]
     with pytest.raises(DataError, match="unknown labels. Allowed: 2, 3"):
         load_eval_split(config, tokenizer, ["2", "3"], "validation")
