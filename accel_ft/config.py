@@ -294,7 +294,7 @@ class TrainConfig(HubConfig, DataConfig):
     """Check versions, device, limits, optimizer and replicas before the first update."""
     report_to: Names = ("html",)
     """html: report.html at the end; beside it experiment trackers that accelerate knows, such as
-    tensorboard,wandb,trackio, with their local files in <output_dir>/trackers; or none."""
+    tensorboard,wandb,trackio,mlflow; or none."""
     reproduce: Path | None = None
     """Folder of a run: train it again, with its settings, and compare update by update."""
     profile: bool = False
