@@ -525,6 +525,20 @@ def stopped_at(step: int, words: list[str]) -> None:
         train.main(words)
 
 
+def test_what_a_rewound_log_keeps(tmp_path: Path) -> None:
+    """When and why a run was started and stopped stays, also where it goes on from before that."""
+    from accel_ft.runtime.logging import EventLog
+
+    log = EventLog(tmp_path / "metrics.jsonl", writes=True)
+    for step, event in enumerate(["train", "resume", "train", "preempted", "save", "end"], start=1):
+        log.write(event, step)
+    log.write("nonfinite", 7, policy="stop")
+    log.write("nonfinite", 7, policy="skip")
+    log.rewind(1)
+    kept = [(event["step"], event["event"]) for event in events_of(tmp_path)]
+    assert kept == [(1, "train"), (2, "resume"), (4, "preempted"), (7, "nonfinite")]
+
+
 def test_a_report_of_no_run(tmp_path: Path) -> None:
     from accel_ft import report
 
