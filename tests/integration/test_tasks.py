@@ -294,6 +294,8 @@ def test_regression_metrics() -> None:
     )
     flat = regression_metrics(np.ones(3), np.ones(3, np.float32))
     assert (flat["pearson"], flat["spearmanr"], flat["r2"]) == (0.0, 0.0, 0.0)
+    ties = regression_metrics(np.array([1.0, 2.0, 2.0, 4.0]), np.arange(1, 5, dtype=np.float32))
+    assert ties["spearmanr"] == pytest.approx(4.5 / (4.5 * 5) ** 0.5)  # ranks 1 2.5 2.5 4
     diverged = regression_metrics(np.array([1.0, np.nan, 2.0]), np.ones(3, np.float32) * [1, 2, 3])
     assert np.isnan(diverged["spearmanr"])
     assert np.isnan(diverged["pearson"])
