@@ -204,3 +204,41 @@ def run_hash(output_dir: Path) -> dict[str, object]:
             if event["event"] not in ("resume", "save", "preempted")
         ],
     }
+
+
+@pytest.fixture
+def words(tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path) -> list[str]:
+    """A job of 12 updates into tmp_path / "run"."""
+    return job_words(tiny_model, rows_file, odd_file, tmp_path / "run")
+
+
+def cut_off(folder: Path, step: int) -> None:
+    """Leave of a finished run what a kill after update `step` would have."""
+    from accel_ft.checkpoint import transaction
+
+    for number, path in transaction.list_published(folder / "checkpoints"):
+        if number > step:
+            transaction.remove(path)
+    transaction.remove(folder / "model")
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:-1]))
+
+
+LATEST = ["--resume_from_checkpoint", "latest"]
+
+
+def stopped_at(step: int, words: list[str]) -> None:
+    """Train until an update fails."""
+    from accel_ft import train
+    from accel_ft.engine.run import Run
+
+    after = Run.after_update
+
+    def fail(run: Run) -> None:
+        if run.step == step:
+            raise RuntimeError("stopped")
+        after(run)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "after_update", fail)
+        train.main(words)

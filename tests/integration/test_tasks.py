@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import FILLING, WORDS, events_of, job_words, run_hash
-from test_practice import cut_off
+from conftest import FILLING, WORDS, cut_off, events_of, job_words, run_hash
 
 from accel_ft import evaluate, load_classifier, predict, train
 from accel_ft.config import DataConfig

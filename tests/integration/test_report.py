@@ -1,0 +1,228 @@
+"""The report, what differs between two runs, and a run done again."""
+
+import csv
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import LATEST, cut_off, events_of, stopped_at, write_rows
+from safetensors.torch import load_file, save_file
+
+from accel_ft import train
+from accel_ft.errors import ConfigError
+
+
+def test_the_report(words: list[str], tmp_path: Path, rows_file: Path) -> None:
+    """Texts and labels are escaped; the numbers of the test rows are in it; several runs overlay."""
+    from accel_ft import report
+    from accel_ft.reporting import figures
+    from accel_ft.reporting.record import read_record
+
+    evil = tmp_path / "evil.csv"
+    with evil.open("w", newline="") as file:
+        rows = [["<script>alert(1)</script> goal", "<b>Sports</b>"], ["bank $x_1$", "A & B"]] * 8
+        csv.writer(file).writerows([["text", "label"], *rows])
+    words += ["--train_file", str(evil), "--validation_file", str(evil), "--test_file", str(evil)]
+    words += ["--report_to", "html"]
+    train.main(words)
+    run = tmp_path / "run"
+    page = (run / "report.html").read_text()
+    mistake = '<td class="text">&lt;script&gt;alert(1)&lt;/script&gt; goal</td>'
+    assert mistake in page or '<td class="text">bank $x_1$</td>' in page
+    assert re.search(r'\d\.\d{3} <span class="range">\d\.\d{3}.\d\.\d{3}</span>', page)
+    assert "<td>4</td><td>save</td>" in page
+    assert "<td>learning_rate</td><td><pre>0.001</pre>" in page
+    assert "<td>sample order sha256</td>" in page
+    assert "<script>" not in page
+    assert "<b>Sports" not in page
+    assert "&lt;b&gt;Sports&lt;/b&gt;" in page
+    assert "A &amp; B" in page
+    assert "http" not in page.replace("http-equiv", "")  # self-contained
+    assert {path.stem for path in (run / "report").iterdir()} == {
+        "train_loss", "train_learning_rate", "train_grad_norm", "train_samples_per_second",
+        "eval_loss", "eval_accuracy", "eval_f1_macro", "eval_matthews_correlation",
+        "confusion_0", "reliability_0",
+    }  # fmt: skip
+    with np.load(run / "predictions.npz") as saved:
+        accuracy = float((saved["logits"].argmax(1) == saved["labels"]).mean())
+    assert accuracy == pytest.approx(events_of(run)[-2]["test_accuracy"])
+    mistakes = [json.loads(line) for line in (run / "mistakes.jsonl").read_text().splitlines()]
+    assert len(mistakes) == round(16 * (1 - accuracy))
+    assert all(each["label"] != each["predicted"] for each in mistakes)
+    train.main([*words, "--output_dir", str(tmp_path / "other"), "--seed", "1"])
+    report.main([str(run), str(tmp_path / "other"), "--output", str(tmp_path / "both")])
+    page = (tmp_path / "both/report.html").read_text()
+    assert "<h2>run</h2>" in page
+    assert "<h2>other</h2>" in page
+    records = [read_record(folder) for folder in (run, tmp_path / "other")]
+    assert {len(figure.axes[0].lines) for figure in figures.curves(records).values()} == {2}
+
+
+def test_a_report_of_runs_of_one_name_and_of_one_that_goes_on(
+    words: list[str], tmp_path: Path
+) -> None:
+    from accel_ft import report
+
+    folders = [tmp_path / "a/run", tmp_path / "b/run"]
+    for folder in folders:
+        train.main([*words, "--output_dir", str(folder)])
+    cut_off(folders[0], 6)
+    lines = (folders[0] / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line)["event"] not in ("eval", "test", "end")]
+    (folders[0] / "metrics.jsonl").write_text("".join(kept))
+    for name in ("predictions.npz", "mistakes.jsonl"):
+        (folders[0] / name).unlink()
+    report.main([*map(str, folders), "--output", str(tmp_path)])
+    page = (tmp_path / "report.html").read_text()
+    for folder in folders:
+        assert f"<h2>{folder}</h2>" in page
+    assert "<th>accuracy</th>" in page  # the first one has none
+    cut_off(folders[1], 6)
+    with pytest.raises(RuntimeError):
+        stopped_at(8, [*words, "--output_dir", str(folders[1]), *LATEST])
+    assert not (folders[1] / "predictions.npz").exists()  # of the model that is no more
+    assert not (folders[1] / "mistakes.jsonl").exists()
+
+
+def test_what_a_rewound_log_keeps(tmp_path: Path) -> None:
+    """When and why a run was started and stopped stays, also where it goes on from before that."""
+    from accel_ft.runtime.logging import EventLog
+
+    log = EventLog(tmp_path / "metrics.jsonl", writes=True)
+    for step, event in enumerate(["train", "resume", "train", "preempted", "save", "end"], start=1):
+        log.write(event, step)
+    log.write("nonfinite", 7, policy="stop")
+    log.write("nonfinite", 7, policy="skip")
+    log.rewind(1)
+    kept = [(event["step"], event["event"]) for event in events_of(tmp_path)]
+    assert kept == [(1, "train"), (2, "resume"), (4, "preempted"), (7, "nonfinite")]
+
+
+def test_a_report_of_no_run(tmp_path: Path) -> None:
+    from accel_ft import report
+
+    with pytest.raises(ConfigError, match="holds no run of accel_ft"):
+        report.main([str(tmp_path)])
+
+
+def test_calibration_and_intervals() -> None:
+    from accel_ft.reporting.record import calibration, intervals
+
+    confidence = np.array([0.95, 0.95, 0.95, 0.95, 0.55, 0.55])
+    correct = np.array([True, True, True, False, True, False])
+    rows, error = calibration(confidence, correct)
+    assert rows.tolist() == pytest.approx(np.array([[0.55, 0.5, 1 / 3], [0.95, 0.75, 2 / 3]]))
+    assert error == pytest.approx(0.05 / 3 + 0.2 * 2 / 3)
+    spread = intervals(hits=90, present=100, predicted=90, total=200)
+    low, high = spread["recall"]
+    assert 0.82 < low < 0.87  # exact binomial: 0.824-0.951
+    assert 0.93 < high < 0.97
+    assert intervals(100, 100, 110, 200)["recall"] == [1.0, 1.0]
+
+
+def test_a_run_is_reproduced(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from accel_ft import report
+    from accel_ft.errors import UserError
+
+    train.main(words)
+    capsys.readouterr()
+    train.main(["--reproduce", str(tmp_path / "run")])
+    assert "reproduced: 12 train events, bit for bit" in capsys.readouterr().out
+    report.main(["--diff", str(tmp_path / "run"), str(tmp_path / "run_again")])
+    assert capsys.readouterr().out == "they do not differ\n"
+    with pytest.raises(UserError, match="not reproduced") as caught:
+        train.main(
+            [
+                "--reproduce",
+                str(tmp_path / "run"),
+                "--learning_rate",
+                "2e-3",
+                "--output_dir",
+                str(tmp_path / "third"),
+            ]
+        )
+    assert "setting learning_rate: 0.001 | 0.002" in str(caught.value)
+    assert "update 2: loss" in str(caught.value) or "update 2: learning_rate" in str(caught.value)
+
+
+def test_a_reproduction_says_where_it_differs_and_why(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_model: Path
+) -> None:
+    """Of a run that was stopped, that logged now and then, and whose pretrained weights are others now."""
+    from accel_ft.errors import UserError
+
+    encoder = tmp_path / "encoder"
+    shutil.copytree(tiny_model, encoder)
+    words += ["--model_name_or_path", str(encoder), "--logging_steps", "4"]
+    with pytest.raises(RuntimeError):
+        stopped_at(9, words)
+    again = ["--reproduce", str(tmp_path / "run")]
+    train.main(again)
+    shown = capsys.readouterr().out
+    assert "reproduced: 2 train events, bit for bit; " in shown
+    assert "run stopped there, after update 8" in shown
+    with pytest.raises(RuntimeError):
+        stopped_at(2, [*words, "--output_dir", str(tmp_path / "short")])
+    with pytest.raises(UserError, match="nothing to compare"):
+        train.main(["--reproduce", str(tmp_path / "short")])
+    weights = load_file(encoder / "model.safetensors")
+    save_file({name: 2 * value for name, value in weights.items()}, encoder / "model.safetensors")
+    with pytest.raises(UserError) as caught:
+        train.main([*again, "--output_dir", str(tmp_path / "third")])
+    assert "receipt pretrained.model.safetensors: " in str(caught.value)
+    assert "updates 1 to 4: loss: " in str(caught.value)
+
+
+def test_the_receipt_and_what_differs_in_it(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accel_ft.reporting.compare import differences
+    from accel_ft.reporting.record import read_record
+    from accel_ft.runtime import receipt
+
+    train.main([*words, "--max_steps", "1"])
+    monkeypatch.setattr(receipt, "_version", lambda package: f"9.9 of {package}")
+    other = write_rows(tmp_path / "other.csv", 40, seed=9)
+    more = ["--max_steps", "1", "--train_file", str(other), "--output_dir", str(tmp_path / "b")]
+    train.main([*words, *more])
+    one, two = (read_record(tmp_path / name) for name in ("run", "b"))
+    told = {what for what, _, _ in differences(one, two)}
+    assert {"receipt data.train", "receipt versions.torch", "receipt num_samples.train"} <= told
+    assert {"git_commit", "python", "versions", "machine", "tokenizer", "pretrained"} <= set(
+        one.receipt
+    )
+    assert one.receipt["machine"]["device"]
+    assert one.receipt["machine"]["threads"] == 1
+    assert len(one.receipt["pretrained"]["model.safetensors"]) == 64
+
+
+def test_card_and_report_of_a_run_killed_before_them(words: list[str], tmp_path: Path) -> None:
+    """What the end still lacks is written by the next start, which trains nothing."""
+    words += ["--max_steps", "2", "--report_to", "html"]
+    train.main(words)
+    run = tmp_path / "run"
+    card = (run / "model/README.md").read_bytes()
+    (run / "model/README.md").unlink(), (run / "report.html").unlink()
+    events = (run / "metrics.jsonl").read_bytes()
+    train.main([*words, "--resume_from_checkpoint", "latest"])
+    assert (run / "model/README.md").read_bytes() == card
+    assert (run / "report.html").is_file()
+    assert (run / "metrics.jsonl").read_bytes() == events
+
+
+def test_mistakes_may_hold_any_line_break(words: list[str], tmp_path: Path) -> None:
+    from accel_ft.reporting.record import read_record
+
+    train.main([*words, "--max_steps", "1"])
+    file = tmp_path / "run/mistakes.jsonl"
+    first = json.loads(file.read_text().split("\n")[0]) | {"text": "one\u2028two\x85three"}
+    file.write_text(json.dumps(first, ensure_ascii=False) + "\n")
+    assert read_record(tmp_path / "run").mistakes == [first]
+    (tmp_path / "run/config.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_record(tmp_path / "run")

@@ -1,0 +1,161 @@
+"""The search over a space of settings."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import job_words
+
+from accel_ft import train
+from accel_ft.errors import ConfigError
+
+
+def test_search(tiny_model: Path, rows_file: Path, odd_file: Path, tmp_path: Path) -> None:
+    """Trials run, bad ones are stopped, the study goes on where it was, and ends in a job."""
+    pytest.importorskip("optuna")
+    import yaml
+    from conftest import run
+
+    words = job_words(tiny_model, rows_file, odd_file, tmp_path / "run")
+    settings = dict(zip((w.removeprefix("--") for w in words[::2]), words[1::2], strict=True))
+    settings |= {"eval_steps": 3, "save_total_limit": None, "save_steps": 100}
+    settings["push_to_hub"] = True  # of the best one, later: no trial asks for the Hub
+    settings = {k: int(v) if str(v).isdigit() else v for k, v in settings.items()} | {
+        "learning_rate": 1e-3
+    }
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(settings))
+    (tmp_path / "space.yaml").write_text(
+        "learning_rate: [1.0e-9, 5.0e-3]\nwarmup_steps: {low: 0, high: 2}\n"
+    )
+    command = [
+        "python",
+        "-m",
+        "accel_ft.search",
+        "--job",
+        tmp_path / "job.yaml",
+        "--space",
+        tmp_path / "space.yaml",
+    ]
+    command += ["--output_dir", tmp_path / "search", "--config_file", "accelerate_configs/cpu.yaml"]
+    run(*command, "--num_trials", "1")
+    done = run(*command, "--num_trials", "3", "--num_startup_trials", "1", "--parallel_trials", "2")
+    best = yaml.safe_load((tmp_path / "search/best.yaml").read_text())
+    assert best["learning_rate"] in (1e-9, 5e-3)
+    assert best["output_dir"] == str(tmp_path / "search/best")
+    assert best["train_file"] == str(rows_file)
+    assert done.stdout.count("trial_") == 2  # the first one is remembered
+    import optuna
+
+    study = optuna.load_study(
+        study_name="accuracy", storage=f"sqlite:///{tmp_path / 'search/study.db'}"
+    )
+    assert len(study.trials) == 3
+    assert best["push_to_hub"] is True
+    train.main(["--config", str(tmp_path / "search/best.yaml"), "--push_to_hub", "false"])
+
+
+STAND_IN = """
+import json, sys, time
+keys = dict(word[2:].split("=", 1) for word in sys.argv if word.startswith("--") and "=" in word)
+events = open(keys["output_dir"] + "/metrics.jsonl", "w", buffering=1)
+rate = float(keys["learning_rate"])
+for step in range(1, 9):
+    score = rate - step / 1000
+    events.write(json.dumps({"event": "eval", "step": step, "eval_accuracy": score}) + "\\n")
+    time.sleep(0 if rate > 0.5 else 0.3)
+events.write(json.dumps({"event": "end", "step": 8, "eval_accuracy": score}) + "\\n")
+"""
+
+
+@pytest.fixture
+def search_of_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Search over stand-ins for runs, whose accuracy is their learning rate, and falls."""
+    optuna = pytest.importorskip("optuna")
+    from accel_ft import search
+
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    (tmp_path / "job.yaml").write_text("seed: 1\n")
+    space, folder = tmp_path / "space.yaml", tmp_path / "search"
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        search.subprocess,
+        "Popen",
+        lambda command, **keys: popen(
+            [sys.executable, str(tmp_path / "stand_in.py"), *command], **keys
+        ),
+    )
+
+    def start(lines: str, *words: str):
+        space.write_text(lines)
+        places = ["--job", tmp_path / "job.yaml", "--space", space, "--output_dir", folder]
+        search.main([*map(str, places), *words])
+        return optuna.load_study(study_name="accuracy", storage=f"sqlite:///{folder / 'study.db'}")
+
+    return start
+
+
+def test_a_search_that_goes_on_tries_other_settings(search_of_stand_ins) -> None:
+    space = "learning_rate: {low: 0.6, high: 0.9}\n"
+    search_of_stand_ins(space, "--num_trials", "2")
+    study = search_of_stand_ins(space, "--num_trials", "4")
+    assert len({trial.params["learning_rate"] for trial in study.trials}) == 4
+    value = study.best_params["learning_rate"] - 8 / 1000  # of its end, not of its best evaluation
+    assert study.best_value == pytest.approx(value)
+
+
+def test_a_search_stops_what_is_worse_than_the_median(search_of_stand_ins) -> None:
+    space = "learning_rate: [0.1, 0.9]\n"
+    words = ["--num_trials", "6", "--num_startup_trials", "1"]
+    study = search_of_stand_ins(space, *words)
+    states = [(trial.params["learning_rate"], trial.state.name) for trial in study.trials]
+    good = states.index((0.9, "COMPLETE"))
+    assert set(states[good + 1 :]) <= {(0.1, "PRUNED"), (0.9, "COMPLETE")}
+    assert (0.1, "PRUNED") in states
+    with pytest.raises(ConfigError, match="learning_rate had other choices in the trials of"):
+        search_of_stand_ins("learning_rate: [0.1, 0.5, 0.9]\n", "--num_trials", "7")
+
+
+def test_a_search_of_another_job(search_of_stand_ins, tmp_path: Path) -> None:
+    space = (
+        "weight_decay: {low: 0, high: 1}\nlearning_rate: [0.9]\nfreeze: [null]\nlora_r: [4]\n"
+        "per_device_train_batch_size: {low: 8, high: 64}\n"
+    )
+    (tmp_path / "job.yaml").write_text("seed: 1\nfreeze: encoder\n")  # not with lora_r, but varied
+    study = search_of_stand_ins(space, "--num_trials", "1")
+    found = study.trials[0].params
+    assert 0 < found["weight_decay"] < 1  # numbers of the key's kind
+    assert isinstance(found["per_device_train_batch_size"], int)
+    (tmp_path / "job.yaml").write_text("seed: 1\nfreeze: encoder\nddp_timeout: 9\n")
+    search_of_stand_ins(space, "--num_trials", "1")
+    (tmp_path / "job.yaml").write_text("seed: 1\nmax_steps: 7\n")
+    with pytest.raises(ConfigError, match="max_steps was None in the trials of"):
+        search_of_stand_ins(space, "--num_trials", "2")
+
+
+def test_trials_at_the_same_time(search_of_stand_ins) -> None:
+    words = ["--num_trials", "2", "--parallel_trials", "2"]
+    study = search_of_stand_ins("learning_rate: {low: 0.1, high: 0.4}\n", *words)
+    first, second = study.trials
+    assert max(first.datetime_start, second.datetime_start) < min(
+        first.datetime_complete, second.datetime_complete
+    )
+
+
+def test_a_space_that_cannot_be(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    from accel_ft import search
+
+    (tmp_path / "job.yaml").write_text("seed: 1\n")
+    (tmp_path / "space.yaml").write_text(
+        "lr_scheduler_type: [linear, cosin]\nsave_total_limit: {low: 0, high: 3}\n"
+        "learning_rat: [1]\nseed: {low: 1}\nwarmup_steps: 3\nweight_decay: {low: 0, high: 0.1, log: true}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        search.main(["--job", str(tmp_path / "job.yaml"), "--space", str(tmp_path / "space.yaml")])
+    assert "learning_rat: cannot be varied. Did you mean `learning_rate`?" in str(caught.value)
+    assert "seed={'low': 1}: no range" in str(caught.value)
+    assert "lr_scheduler_type=cosin" in str(caught.value)
+    assert "save_total_limit=0" in str(caught.value)
+    assert "warmup_steps=3: no range" in str(caught.value)
+    assert "weight_decay={'low': 0, 'high': 0.1, 'log': True}: no range" in str(caught.value)

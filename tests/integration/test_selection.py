@@ -1,0 +1,112 @@
+"""Model selection, imbalance and smoothing: each key does what it says, and goes on exactly after a resume."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import LATEST, cut_off, events_of, run_hash, stopped_at
+
+from accel_ft import train
+from accel_ft.config import TrainConfig
+from accel_ft.data.splits import load_splits
+from accel_ft.model import load
+
+
+def test_early_stopping(words: list[str], tmp_path: Path) -> None:
+    """No loss falls by 100: the first evaluation counts, three that are not better enough end it."""
+    words += ["--eval_steps", "1", "--early_stopping_patience", "3"]
+    words += ["--metric_for_best_model", "loss", "--early_stopping_threshold", "100"]
+    train.main(words)
+    end = events_of(tmp_path / "run")[-1]
+    assert (end["event"], end["step"], end["num_worse"]) == ("end", 4, 3)
+    assert (tmp_path / "run/checkpoints/step_00000004").is_dir()
+    before = (tmp_path / "run/metrics.jsonl").read_bytes()
+    train.main([*words, "--resume_from_checkpoint", "latest"])  # it is finished
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+    train.main(
+        [*words, "--resume_from_checkpoint", "latest", "--early_stopping_patience", "5"]
+    )  # more patience goes on
+    assert events_of(tmp_path / "run")[-1]["step"] == 6
+
+
+def test_early_stopping_goes_on_after_a_resume(words: list[str], tmp_path: Path) -> None:
+    """The evaluations before a kill count, also those that no later checkpoint holds."""
+    words += ["--learning_rate", "1e-30", "--eval_steps", "1", "--early_stopping_patience", "3"]
+    words += ["--early_stopping_threshold", "0.01"]
+    train.main(words)
+    whole = run_hash(tmp_path / "run")
+    cut_off(tmp_path / "run", 2)
+    train.main([*words, "--resume_from_checkpoint", "latest"])
+    assert events_of(tmp_path / "run")[-1]["step"] == 4
+    assert run_hash(tmp_path / "run") == whole
+
+
+def test_greater_is_better_turns_the_choice_round(words: list[str], tmp_path: Path) -> None:
+    words += ["--load_best_model_at_end", "--eval_steps", "1", "--metric_for_best_model", "loss"]
+    train.main([*words, "--greater_is_better", "true"])
+    events = events_of(tmp_path / "run")
+    losses = {e["step"]: e["eval_loss"] for e in events if e["event"] == "eval"}
+    assert events[-1]["model_step"] == max(losses, key=losses.get)
+
+
+@pytest.mark.parametrize("step", [3, 5, 11])
+def test_the_best_model_after_a_resume(step: int, words: list[str], tmp_path: Path) -> None:
+    """The same evaluation is the best, under the name that transformers gives the metric."""
+    words += ["--load_best_model_at_end", "--eval_steps", "1", "--save_total_limit", "2"]
+    words += ["--metric_for_best_model", "eval_f1_macro"]
+    train.main(words)
+    whole = run_hash(tmp_path / "run")
+    best = events_of(tmp_path / "run")[-1]["model_step"]
+    assert 1 < best < 12
+    again = [*words, "--output_dir", str(tmp_path / "again")]
+    with pytest.raises(RuntimeError):
+        stopped_at(step, again)
+    train.main([*again, *LATEST])
+    assert run_hash(tmp_path / "again") == whole
+
+
+# Imbalance
+
+
+@pytest.fixture
+def rare_file(tmp_path: Path) -> Path:
+    """30 rows of one label, 7 of another."""
+    path = tmp_path / "rare.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(
+            [
+                ["text", "label"],
+                *([f"goal {n}", "Sports"] for n in range(30)),
+                *([f"bank {n}", "Business"] for n in range(7)),
+            ]
+        )
+    return path
+
+
+def test_oversampling(tiny_model: Path, rare_file: Path, odd_file: Path, tmp_path: Path) -> None:
+    """Both labels come equally often, all rows come, the rare ones four or five times."""
+    config = TrainConfig(train_file=rare_file, validation_file=rare_file, max_seq_length=32)
+    split = load_splits(config, load.load_tokenizer(str(tiny_model))).train
+    plain = split.fingerprint()
+    split.oversample()
+    places = np.arange(len(split))
+    assert len(split) == 60
+    assert np.bincount(split.labels(places)).tolist() == [30, 30]
+    times = np.bincount(split.ids(places), minlength=37)
+    assert (times[:30] == 1).all()
+    assert set(times[30:]) == {4, 5}
+    assert split.fingerprint() != plain
+
+
+def test_an_oversampled_run_resumes(
+    words: list[str], tiny_model: Path, rare_file: Path, tmp_path: Path
+) -> None:
+    words += ["--oversampling", "balanced", "--train_file", str(rare_file)]
+    words += ["--validation_file", str(rare_file), "--test_file", str(rare_file)]
+    train.main(words)
+    whole = run_hash(tmp_path / "run")
+    assert events_of(tmp_path / "run")[-1]["step"] == 16  # 2 epochs of 60 rows
+    cut_off(tmp_path / "run", 3)
+    train.main([*words, "--resume_from_checkpoint", "latest"])
+    assert run_hash(tmp_path / "run") == whole

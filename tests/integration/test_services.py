@@ -1,0 +1,241 @@
+"""Trackers, read back; the Hub, as its cache lies on a disk and as a stand-in that keeps what is sent."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import cut_off, events_of
+
+from accel_ft import train
+from accel_ft.errors import ConfigError
+
+
+def test_tensorboard_reads_what_was_logged(words: list[str], tmp_path: Path) -> None:
+    """Also after a resume: what comes again takes the place of what was written before."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    words += ["--report_to", "tensorboard"]
+    train.main(words)
+    cut_off(tmp_path / "run", 5)
+    train.main([*words, "--resume_from_checkpoint", "latest"])
+    read = EventAccumulator(str(tmp_path / "run/trackers/accel_ft"))
+    read.Reload()
+    expected = {e["step"]: e["loss"] for e in events_of(tmp_path / "run") if e["event"] == "train"}
+    found = {scalar.step: scalar.value for scalar in read.Scalars("train/loss")}
+    assert found == pytest.approx(expected)
+    assert len(read.Scalars("train/loss")) == 12
+    assert [scalar.step for scalar in read.Scalars("eval/accuracy")] == [6, 12]
+    assert [scalar.step for scalar in read.Scalars("test/accuracy")] == [12]
+
+
+def test_trackio_reads_what_was_logged(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("trackio")
+    script = tmp_path / "read.py"
+    script.write_text(
+        "import json, sys\n"
+        "from accel_ft import train\n"
+        "train.main(sys.argv[1:])\n"
+        "import trackio\n"
+        "api = trackio.Api()\n"
+        "(run,) = api.runs('accel_ft')\n"
+        "from trackio.sqlite_storage import SQLiteStorage\n"
+        "rows = SQLiteStorage.get_logs('accel_ft', run.name)\n"
+        "print(json.dumps([row['train/loss'] for row in rows if 'train/loss' in row]))\n"
+    )
+    from conftest import run
+
+    done = run(
+        "python",
+        script,
+        *words,
+        "--report_to",
+        "trackio",
+        env={"TRACKIO_DIR": str(tmp_path / "trackio")},
+    )
+    losses = [e["loss"] for e in events_of(tmp_path / "run") if e["event"] == "train"]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    assert json.loads(line) == pytest.approx(losses)
+
+
+def test_a_tracker_that_is_not_there(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="report_to=tensorbord: no such tracker. Did you mean"):
+        train.main([*words, "--report_to", "tensorbord"])
+    with pytest.raises(ConfigError, match="report_to=clearml: is not installed"):
+        train.main([*words, "--report_to", "clearml"])
+
+
+def test_a_tracker_that_fails_ends_nothing(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate import Accelerator
+
+    def fail(self: Accelerator, *_: object, **__: object) -> None:
+        raise OSError("the service is down")
+
+    monkeypatch.setattr(Accelerator, "log", fail)
+    pytest.importorskip("tensorboard")
+    train.main([*words, "--report_to", "tensorboard"])
+    assert events_of(tmp_path / "run")[-1]["event"] == "end"
+
+
+def test_a_model_of_the_hub(words: list[str], tmp_path: Path, tiny_model: Path) -> None:
+    """From the Hub's cache, as it lies there after a download."""
+    from huggingface_hub import constants
+
+    commit, place = "0123456789" * 4, Path(constants.HF_HUB_CACHE) / "models--some--model"
+    shutil.copytree(tiny_model, place / "snapshots" / commit)
+    (place / "refs").mkdir()
+    (place / "refs/main").write_text(commit)
+    train.main([*words, "--model_name_or_path", "some/model", "--max_steps", "1"])
+    receipt = json.loads((tmp_path / "run/receipt.json").read_text())
+    assert receipt["pretrained"] == {"commit": commit}
+    assert "base_model: some/model" in (tmp_path / "run/model/README.md").read_text()
+
+
+# The Hub
+
+
+class Hub:
+    """A stand-in for the Hub: keeps what is committed."""
+
+    def __init__(self) -> None:
+        import http.server
+        import threading
+
+        self.files: dict[str, bytes] = {}
+        self.repos: list[dict] = []
+        self.refuses = False
+        hub = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                if hub.refuses:
+                    self.send_error(404, "Not Found")
+                    return
+                self.answer(
+                    {
+                        "type": "user",
+                        "name": "me",
+                        "auth": {"type": "access_token", "accessToken": {"role": "write"}},
+                    }
+                )
+
+            do_HEAD = do_GET  # noqa: N815
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                if hub.refuses:
+                    self.send_error(403, "Forbidden")
+                elif self.path.endswith("/api/repos/create"):
+                    hub.repos.append(json.loads(body))
+                    self.answer({"url": f"{hub.url}/me/{json.loads(body)['name']}", "id": "me/x"})
+                elif "/preupload/" in self.path:
+                    files = json.loads(body)["files"]
+                    self.answer(
+                        {
+                            "files": [
+                                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
+                                for f in files
+                            ]
+                        }
+                    )
+                elif "/commit/" in self.path:
+                    import base64
+
+                    for line in body.splitlines():
+                        item = json.loads(line)
+                        if item["key"] == "file":
+                            hub.files[item["value"]["path"]] = base64.b64decode(
+                                item["value"]["content"]
+                            )
+                    self.answer(
+                        {"commitUrl": f"{hub.url}/me/x/commit/1", "commitOid": "1", "success": True}
+                    )
+                else:
+                    self.answer({})
+
+            def answer(self, what: dict) -> None:
+                text = json.dumps(what).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(text)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch):
+    from accel_ft.runtime import card
+
+    hub = Hub()
+    # Only the address differs from the real calls.
+    monkeypatch.setattr(
+        card, "HfApi", lambda: __import__("huggingface_hub").HfApi(endpoint=hub.url, token="hf_x")
+    )
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    yield hub
+    hub.server.shutdown()
+    hub.server.server_close()
+
+
+def test_push_to_hub(
+    words: list[str], tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The whole model goes up, with a card that has the results; from the end of a run and from export."""
+    from huggingface_hub import ModelCard
+
+    from accel_ft import export
+
+    train.main([*words, "--push_to_hub", "--hub_model_id", "me/x", "--hub_private_repo"])
+    assert hub.repos[0]["visibility"] == "private"
+    model = tmp_path / "run/model"
+    assert hub.files == {path.name: path.read_bytes() for path in model.iterdir()}
+    assert "model.safetensors" in hub.files
+    card = ModelCard(hub.files["README.md"].decode())
+    results = {r.metric_type: r.metric_value for r in card.data.eval_results}
+    assert results["accuracy"] == pytest.approx(
+        events_of(tmp_path / "run")[-2]["test_accuracy"], abs=1e-6
+    )
+    assert {"accuracy", "f1_macro", "matthews_correlation", "loss"} == set(results)
+    card.data.validate() if hasattr(card.data, "validate") else None
+    hub.files.clear()
+    export.main(
+        [
+            "--checkpoint",
+            str(tmp_path / "run"),
+            "--output",
+            str(tmp_path / "out"),
+            "--push_to_hub",
+            "--hub_model_id",
+            "me/x",
+        ]
+    )
+    assert "model.safetensors" in hub.files
+    exported = ModelCard(hub.files["README.md"].decode())
+    assert exported.data.eval_results == card.data.eval_results
+    assert {result.dataset_split for result in exported.data.eval_results} == {"test"}
+    for text in (card.content, exported.content):
+        assert 'pipeline("text-classification", model="me/x")' in text
+
+
+def test_a_hub_that_refuses_is_met_before_the_training(
+    words: list[str], tmp_path: Path, hub: Hub
+) -> None:
+    hub.refuses = True
+    with pytest.raises(
+        ConfigError, match="hub_model_id=me/x: the Hub refuses: .*403.*Fix: `hf auth login`"
+    ):
+        train.main([*words, "--push_to_hub", "--hub_model_id", "me/x"])
+    assert not (tmp_path / "run/checkpoints").exists()

@@ -1,0 +1,243 @@
+"""What is trained: frozen encoders, layer-wise rates, gradient checkpointing, adapters."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import cut_off, events_of, run_hash
+from safetensors.torch import load_file
+
+from accel_ft import train
+from accel_ft.config import TrainConfig
+from accel_ft.errors import CheckpointError, ConfigError
+from accel_ft.model import load
+from accel_ft.model.adapters import choose_trained
+from accel_ft.model.optim import layer_depths, make_optimizer
+
+
+def test_a_frozen_encoder(words: list[str], tmp_path: Path, tiny_model: Path) -> None:
+    train.main([*words, "--freeze", "encoder", "--learning_rate", "0.1"])
+    before = load_file(tiny_model / "model.safetensors")
+    after = load_file(tmp_path / "run/model/model.safetensors")
+    assert all(torch.equal(before[name], after[f"bert.{name}"]) for name in before)
+    saved = [
+        load_file(p / "model.safetensors") for p in sorted((tmp_path / "run/checkpoints").iterdir())
+    ]
+    assert not torch.equal(saved[0]["classifier.weight"], saved[-1]["classifier.weight"])
+    whole = run_hash(tmp_path / "run")
+    cut_off(tmp_path / "run", 5)
+    train.main(
+        [
+            *words,
+            "--freeze",
+            "encoder",
+            "--learning_rate",
+            "0.1",
+            "--resume_from_checkpoint",
+            "latest",
+        ]
+    )
+    assert run_hash(tmp_path / "run") == whole
+
+
+def plain(model: Path) -> torch.nn.Module:
+    config = load.load_model_config(str(model), num_labels=4)
+    return load.load_for_training(str(model), config, torch.device("cpu"))[0]
+
+
+def test_layerwise_learning_rates(tiny_model: Path) -> None:
+    """Two layers: the head at the full rate, the upper layer at a half, the embeddings at an eighth."""
+    model = plain(tiny_model)
+    optimizer = make_optimizer(model, 1.0, 0.01, 0.5)
+    rate_of = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
+    rates = {name: rate_of[id(p)] for name, p in model.named_parameters()}
+    assert rates["classifier.weight"] == rates["bert.pooler.dense.bias"] == 1.0
+    assert rates["bert.encoder.layer.1.output.dense.weight"] == 0.5
+    assert rates["bert.encoder.layer.0.attention.self.query.bias"] == 0.25
+    assert rates["bert.embeddings.word_embeddings.weight"] == 0.125
+    assert len(rates) == sum(len(group["params"]) for group in optimizer.param_groups)
+    assert optimizer.param_groups[0]["lr"] == 1.0  # the one that is logged
+    assert set(layer_depths(torch.nn.Linear(2, 2)).values()) == {0}
+
+
+def test_a_layerwise_run(words: list[str], tmp_path: Path) -> None:
+    train.main([*words, "--layerwise_lr_decay", "0.5"])
+    rates = [e["learning_rate"] for e in events_of(tmp_path / "run") if e["event"] == "train"]
+    assert max(rates) == pytest.approx(1e-3)
+
+
+def test_gradient_checkpointing_changes_no_number(words: list[str], tmp_path: Path) -> None:
+    """Dropout draws the same mask again in the backward pass."""
+    train.main(words)
+    train.main([*words, "--gradient_checkpointing", "--output_dir", str(tmp_path / "again")])
+    assert run_hash(tmp_path / "run") == run_hash(tmp_path / "again")
+
+
+def test_checkpointing_is_asked_of_the_model(tiny_model: Path) -> None:
+    model = plain(tiny_model)
+    choose_trained(model, TrainConfig(gradient_checkpointing=True))
+    assert any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+    type(model).supports_gradient_checkpointing = False
+    try:
+        with pytest.raises(ConfigError, match="BertForSequenceClassification cannot"):
+            choose_trained(model, TrainConfig(gradient_checkpointing=True))
+    finally:
+        del type(model).supports_gradient_checkpointing
+
+
+# Adapters
+
+
+LORA = ["--lora_r", "4", "--learning_rate", "0.02", "--lora_dropout", "0.1"]
+
+
+def test_adapters(words: list[str], tmp_path: Path, tiny_model: Path) -> None:
+    """Checkpoints hold adapters and head, model/ the merged whole, which scores the same."""
+    from accel_ft import load_classifier
+
+    train.main([*words, *LORA])
+    run = tmp_path / "run"
+    checkpoint = max((run / "checkpoints").iterdir())
+    saved = load_file(checkpoint / "model.safetensors")
+    assert all("lora_" in name or "classifier" in name for name in saved)
+    whole = load_file(run / "model/model.safetensors")
+    assert sum(v.numel() for v in saved.values()) < 0.4 * sum(v.numel() for v in whole.values())
+    assert not any("lora" in name for name in whole)
+    before = load_file(tiny_model / "model.safetensors")
+    assert torch.equal(
+        before["embeddings.word_embeddings.weight"], whole["bert.embeddings.word_embeddings.weight"]
+    )
+    name = "encoder.layer.0.attention.self.query.weight"
+    assert not torch.equal(before[name], whole[f"bert.{name}"])
+    texts = ["goal striker league", "shares profit bank", "orbit chip"]
+    scores = load_classifier(run, all_scores=True).predict(texts)
+    for again in (checkpoint, run / "model"):
+        assert load_classifier(again, all_scores=True).predict(texts) == scores
+
+
+def architectures() -> dict[str, Any]:
+    """Small models of several kinds, whose pretrained part has no head."""
+    from transformers import (
+        BertConfig,
+        DebertaV2Config,
+        DistilBertConfig,
+        GPT2Config,
+        ModernBertConfig,
+        RobertaConfig,
+    )  # fmt: skip
+
+    small = {"vocab_size": 60, "pad_token_id": 0}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
+    return {
+        "bert": BertConfig(**small, **sizes),
+        "roberta": RobertaConfig(**small, **sizes),
+        "deberta": DebertaV2Config(**small, **sizes),
+        "modernbert": ModernBertConfig(**small, **sizes),
+        "distilbert": DistilBertConfig(**small, dim=16, hidden_dim=32, n_layers=2, n_heads=2),
+        "gpt2": GPT2Config(**small, n_embd=16, n_layer=2, n_head=2),
+    }
+
+
+@pytest.mark.parametrize("targets", [(), "first"])
+@pytest.mark.parametrize("kind", ["bert", "roberta", "deberta", "modernbert", "distilbert", "gpt2"])
+def test_what_is_drawn_is_trained_and_saved(kind: str, targets: object, tmp_path: Path) -> None:
+    """Heads come in many shapes; nothing of them may be frozen at random, or drawn again."""
+    from transformers import AutoModel
+
+    from accel_ft.model import adapters
+
+    torch.manual_seed(0)
+    AutoModel.from_config(architectures()[kind]).save_pretrained(tmp_path)
+    config = load.load_model_config(str(tmp_path), num_labels=3)
+    plain, drawn = load.load_for_training(str(tmp_path), config, None)
+    assert drawn
+    frozen = choose_trained(plain, TrainConfig(freeze="encoder"), drawn)
+    assert {n for n, p in frozen.named_parameters() if p.requires_grad} >= set(drawn)
+    plain, drawn = load.load_for_training(str(tmp_path), config, None)
+    if targets == "first":
+        linear = [
+            n for n, m in plain.named_modules() if isinstance(m, torch.nn.Linear | adapters.Conv1D)
+        ]
+        targets = (next(n.rpartition(".")[2] for n in linear if "." in n),)
+    job = TrainConfig(model_name_or_path=str(tmp_path), lora_r=2, lora_target_modules=targets)
+    model = choose_trained(plain, job, drawn)
+    trained = {
+        n.replace(".modules_to_save.default", "").removeprefix("base_model.model.")
+        for n, p in model.named_parameters()
+        if p.requires_grad
+    }
+    assert set(drawn) <= trained
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.eval()
+    ids = torch.tensor([[5, 6, 7, 8, 0], [9, 10, 11, 12, 13]])
+    inputs = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+    expected = model(**inputs).logits
+    weights = dict(model.state_dict())
+    torch.manual_seed(1)  # what is drawn now must not matter
+    again = adapters.merged(config, adapters.peft_config(model).to_dict(), weights).eval()
+    torch.testing.assert_close(again(**inputs).logits, expected, rtol=1e-4, atol=1e-5)
+    if kind != "gpt2":
+        name = next(iter(weights))
+        with pytest.raises(CheckpointError, match="its adapters are not those of"):
+            adapters.merged(
+                config,
+                adapters.peft_config(model).to_dict(),
+                {k: v for k, v in weights.items() if k != name},
+            )
+
+
+def test_adapters_resume_bit_for_bit(words: list[str], tmp_path: Path) -> None:
+    train.main([*words, *LORA])
+    whole = run_hash(tmp_path / "run")
+    cut_off(tmp_path / "run", 5)
+    train.main([*words, *LORA, "--resume_from_checkpoint", "latest"])
+    assert run_hash(tmp_path / "run") == whole
+
+
+def test_adapters_are_exported(words: list[str], tmp_path: Path) -> None:
+    from accel_ft import export, load_classifier
+
+    train.main([*words, *LORA])
+    checkpoint = max((tmp_path / "run/checkpoints").iterdir())
+    export.main(["--checkpoint", str(checkpoint), "--output", str(tmp_path / "exported")])
+    ours, theirs = (
+        load_file(tmp_path / f / "model.safetensors") for f in ("exported", "run/model")
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert load_classifier(tmp_path / "exported").predict(["goal"])[0]["label"]
+
+
+def test_layers_that_are_not_there(words: list[str]) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"lora_r=4: .*nothing.*Linear layers: dense, key, query, value|lora_r=4: ",
+    ):
+        train.main([*words, *LORA, "--lora_target_modules", "nothing"])
+    with pytest.raises(ConfigError, match="freeze=encoder: given together with lora_r=4"):
+        train.main([*words, *LORA, "--freeze", "encoder"])
+
+
+def test_label_smoothing_and_how_adapters_are_scaled(words: list[str], tmp_path: Path) -> None:
+    """The keys reach the loss and peft."""
+    words += ["--max_steps", "4"]
+    losses = []
+    for name, more in {
+        "plain": [],
+        "smooth": ["--label_smoothing_factor", "0.5"],
+        "lora": LORA,
+        "scaled": [*LORA, "--lora_alpha", "64"],
+        "dropped": [*LORA, "--lora_dropout", "0.5"],
+    }.items():
+        train.main([*words, *more, "--output_dir", str(tmp_path / name)])
+        losses.append([e["loss"] for e in events_of(tmp_path / name) if e["event"] == "train"])
+    assert len({tuple(each) for each in losses}) == 5
