@@ -7,6 +7,7 @@ strategy, number of processes and compile belong to accelerate's YAML and are no
 
 import argparse
 import os
+import re
 import sys
 import types
 import typing
@@ -38,13 +39,17 @@ LAUNCH_OPTIONS = {
 }  # fmt: skip
 DATA_FILE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 
-ROW_KEYS = {"dataset_name", "dataset_config_name", "train_file", "validation_file", "test_file"}
+SPLIT_KEYS = {f"{split}_split_name" for split in ("train", "validation", "test")}
+ROW_KEYS = SPLIT_KEYS | {
+    "dataset_name", "dataset_config_name", "train_file", "validation_file", "test_file",
+}  # fmt: skip
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 METRICS = {
     "single_label_classification": ("accuracy", "f1_macro", "matthews_correlation", "loss"),
     "multi_label_classification": ("f1_macro", "f1_micro", "accuracy", "loss"),
     "regression": ("rmse", "mae", "pearson", "spearmanr", "r2", "loss"),
 }
+CLASS_METRIC = re.compile(r"per_class\.(.+)\.(precision|recall|f1)")
 GROUPS = {  # of --help, by the key that each begins with
     "dataset_name": "rows",
     "model_name_or_path": "model, output and length of training",
@@ -128,6 +133,13 @@ class DataConfig(Config):
     """
     dataset_config_name: str | None = None
     """Which of its configurations, where it has several: mrpc of nyu-mll/glue."""
+    train_split_name: str | None = None
+    """Its split with the training rows; left out: train."""
+    validation_split_name: str | None = None
+    """Its split to evaluate on while training: validation_matched of mnli. Left out: validation, or
+    where it has none, cut off the training rows."""
+    test_split_name: str | None = None
+    """Its split to evaluate on once, at the end; left out: test, where it has one."""
     train_file: Path | None = None
     """Training rows: csv, tsv, json, jsonl or parquet."""
     validation_file: Path | None = None
@@ -163,11 +175,14 @@ class DataConfig(Config):
             if path is not None:
                 yield from _file_faults(key, path)
         yield from self._either("dataset_name", "train_file")
-        if self.dataset_config_name is not None and self.dataset_name is None:
-            yield (
-                ("dataset_config_name", "dataset_name"),
-                f"dataset_config_name={self.dataset_config_name}: given without dataset_name",
-            )
+        for key in ("dataset_config_name", *sorted(SPLIT_KEYS)):
+            if getattr(self, key) is not None and self.dataset_name is None:
+                yield (
+                    (key, "dataset_name"),
+                    f"{key}={getattr(self, key)}: given without dataset_name",
+                )
+        for split in ("validation", "test"):
+            yield from self._either(f"{split}_file", f"{split}_split_name")
 
 
 class HubConfig(Config):
@@ -269,8 +284,9 @@ class TrainConfig(HubConfig, DataConfig):
     load_best_model_at_end: bool = False
     """Save at each best evaluation, never prune that checkpoint, and end with it."""
     metric_for_best_model: str | None = None
-    """What best means, on the validation rows: a metric, with or without `eval_`. Left out:
-    accuracy; of several labels f1_macro, of a regression rmse."""
+    """What best means, on the validation rows: a metric, with or without `eval_`; of one label
+    per_class.LABEL.f1 (precision, recall). Left out: accuracy; of several labels f1_macro, of a
+    regression rmse."""
     greater_is_better: bool | None = None
     """Whether the highest value of that metric is the best; left out: of all but errors."""
     early_stopping_patience: int | None = Field(None, ge=1)
@@ -309,6 +325,19 @@ class TrainConfig(HubConfig, DataConfig):
         return named or METRICS[self.problem_type][0]
 
     @property
+    def best_label(self) -> str | None:
+        """The label whose scores decide what best means, where it is one's."""
+        of_one = CLASS_METRIC.fullmatch(self.best_metric)
+        return None if of_one is None else of_one[1]
+
+    def best_value(self, scores: dict[str, Any], prefix: str = "") -> float:
+        """Return the value of `best_metric` among scores whose names begin with `prefix`."""
+        of_one = CLASS_METRIC.fullmatch(self.best_metric)
+        if of_one is None:
+            return float(scores[prefix + self.best_metric])
+        return float(scores[f"{prefix}per_class"][of_one[1]][of_one[2]])
+
+    @property
     def takes_highest(self) -> bool:
         """Whether the highest value of it is the best."""
         if self.greater_is_better is not None:
@@ -325,9 +354,10 @@ class TrainConfig(HubConfig, DataConfig):
                 "gradient_accumulation_steps",
                 "global_batch_size in place of the latter",
             )
-        wanted = self.best_metric
-        if wanted not in METRICS[self.problem_type]:
-            allowed = ", ".join(METRICS[self.problem_type])
+        wanted, is_regression = self.best_metric, self.problem_type == "regression"
+        of_one = () if is_regression else ("per_class.LABEL.f1 (precision, recall)",)
+        if wanted not in METRICS[self.problem_type] and (is_regression or self.best_label is None):
+            allowed = ", ".join((*METRICS[self.problem_type], *of_one))
             yield (
                 ("metric_for_best_model", "problem_type"),
                 f"metric_for_best_model={wanted}: no metric of {self.problem_type}. "
@@ -535,7 +565,10 @@ def checked(
         ConfigError: listing all faults.
     """
     fields, origin, listed, faulty = config_class.model_fields, origin or {}, list(faults), set()
-    values = {key: value for key, value in (base or {}).items() if key in fields} | values
+    taken = {
+        key: value for key, value in (base or {}).items() if key in fields and key not in values
+    }
+    values, origin = taken | values, dict.fromkeys(taken, " (of the run)") | origin
     for key, value in values.items():
         if key in fields and isinstance(value, bool) and bool not in _kinds(fields[key].annotation):
             faulty.add(key)
@@ -563,7 +596,9 @@ def checked(
         sound = {key: value for key, value in values.items() if key not in faulty}
         required = {key: __file__ for key, field in fields.items() if field.is_required()}
         config = config_class.model_validate(required | sound)
-    listed += [message for keys, message in config.rules() if not faulty & set(keys)]
+    for keys, message in config.rules():
+        if not faulty & set(keys):
+            listed.append(message + (" It stands in the run's config.yaml" * (keys[0] in taken)))
     if listed:
         many = f"{len(listed)} faults in the configuration:\n  " if len(listed) > 1 else ""
         raise ConfigError(many + "\n  ".join(listed))

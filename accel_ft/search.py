@@ -163,7 +163,8 @@ def _check_known(
 
 def _suggest(trial: Any, key: str, values: Any) -> Any:
     if isinstance(values, list):
-        return trial.suggest_categorical(key, values)
+        plain = [",".join(map(str, each)) if isinstance(each, list) else each for each in values]
+        return trial.suggest_categorical(key, plain)
     kinds = type_name(TrainConfig.model_fields[key]).split("|")
     whole = "INT" in kinds and "FLOAT" not in kinds
     return (trial.suggest_int if whole else trial.suggest_float)(key, **values)
@@ -187,9 +188,7 @@ def _run_trial(config: SearchConfig, job: TrainConfig, trial: Any, chosen: dict[
     if config.config_file is not None:
         command += ["--config_file", str(config.config_file)]
     command += ["-m", "accel_ft.train", "--config", str(config.job)]
-    for key, value in words.items():
-        text = ",".join(map(str, value)) if isinstance(value, list) else value
-        command.append(f"--{key}={text}")
+    command += [f"--{key}={value}" for key, value in words.items()]
     pruned = False
     with at_work[name], (folder / "log").open("a") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -200,7 +199,7 @@ def _run_trial(config: SearchConfig, job: TrainConfig, trial: Any, chosen: dict[
                 running = process.poll() is None
                 time.sleep(POLL_SECONDS if running else 0)
                 for event in _events(folder, "eval")[len(told) :]:
-                    told.append(event[f"eval_{job.best_metric}"])
+                    told.append(job.best_value(event, "eval_"))
                     trial.report(told[-1], len(told))  # updates are not alike: batches differ
                     if running and not pruned and trial.should_prune():
                         pruned = True
@@ -217,7 +216,7 @@ def _run_trial(config: SearchConfig, job: TrainConfig, trial: Any, chosen: dict[
     ends = _events(folder, "end")
     if process.returncode != 0 or not ends:
         raise TrialFailed(f"{folder}: failed ({process.returncode}), see its log")
-    return float(ends[-1][f"eval_{job.best_metric}"])
+    return job.best_value(ends[-1], "eval_")
 
 
 def _events(folder: Path, name: str) -> list[dict[str, Any]]:

@@ -1,18 +1,21 @@
 # Keys after `accelerate launch ... -m accel_ft.train --`, and after `python -m accel_ft.predict --`:
-#   source examples/completion.bash
+#   source examples/completion.bash    (bash and zsh)
+[[ -n $ZSH_VERSION ]] && autoload -U compinit bashcompinit && compinit -u && bashcompinit
 _accel_ft() {
-    local word=${COMP_WORDS[COMP_CWORD]} command="" position
+    local word=${COMP_WORDS[COMP_CWORD]} command="" known="" position
     for ((position = 1; position < COMP_CWORD; position++)); do
-        [[ ${COMP_WORDS[position]} == accel_ft.* ]] && command=${COMP_WORDS[position]}
+        [[ ${COMP_WORDS[position]} == accel_ft.* ]] && command=${COMP_WORDS[position]//[^a-z_.]/}
     done
     if [[ -z $command || $word != -* ]]; then
         COMPREPLY=($(compgen -f -- "$word"))
         return
     fi
-    local keys="_accel_ft_${command//./_}"
-    if [[ -z ${!keys} ]]; then # asked once a shell
-        printf -v "$keys" '%s' "$(python -m "$command" --help | grep -o -- '--[a-z_]*' | sort -u)"
+    local keys="_accel_ft_${command##*.}"
+    eval "known=\$$keys"
+    if [[ -z $known ]]; then # asked once a shell
+        known=$(python -m "$command" --help 2>/dev/null | grep -o -- '--[a-z_]*' | sort -u)
+        eval "$keys=\$known"
     fi
-    COMPREPLY=($(compgen -W "${!keys}" -- "$word"))
+    COMPREPLY=($(compgen -W "$known" -- "$word"))
 }
 complete -o filenames -F _accel_ft accelerate python python3

@@ -265,7 +265,13 @@ def hub_sources(config: DataConfig, name: str) -> dict[str, Source]:
     label_column, sources = config.label_column, {}
     name = f"{name}, {config.dataset_config_name}" if config.dataset_config_name else name
     for split in ("train", "validation", "test"):
-        rows = loaded.get(split, ())
+        wanted: str | None = getattr(config, f"{split}_split_name")
+        if wanted not in (None, *loaded):
+            raise ConfigError(
+                f"{split}_split_name={wanted}: {name} has no such split.{nearest(wanted, loaded)} "
+                f"Allowed: {', '.join(map(str, loaded))}"
+            )
+        rows = loaded.get(wanted or split, ())
         feature = rows.features.get(label_column) if len(rows) else None
         dtype = getattr(feature, "dtype", "")
         if dtype.startswith(("int", "float")):
@@ -281,12 +287,12 @@ def hub_sources(config: DataConfig, name: str) -> dict[str, Source]:
                 )  # fmt: skip
                 rows = rows.select(labelled)
         if len(rows):
-            sources[split] = _hub_source(f"{name}, split {split}", rows, label_column)
-    if "train" not in sources:
-        raise ConfigError(
-            f"dataset_name={name}: has no split `train` with labels, only "
-            + ", ".join(map(str, loaded))
-        )
+            sources[split] = _hub_source(f"{name}, split {wanted or split}", rows, label_column)
+        elif wanted is not None or split == "train":
+            raise ConfigError(
+                f"dataset_name={name}: has no split `{wanted or split}` with labels, only "
+                + ", ".join(map(str, loaded))
+            )
     return sources
 
 

@@ -61,6 +61,12 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     with watch.first(accelerator.is_local_main_process):  # it tokenises, others find its cache
         splits = load_splits(config, tokenizer, load.labels_of(base))
     _warn_of_other_labels(config, splits.label_names, load.labels_of(base))
+    if config.best_label not in (None, *splits.label_names):
+        raise ConfigError(
+            f"metric_for_best_model={config.best_metric}: no row has that label."
+            f"{nearest(str(config.best_label), splits.label_names)} "
+            f"Allowed: {', '.join(splits.label_names)}"
+        )
     splits.train.class_weights = class_weights(
         config.class_weights, splits.train, splits.label_names
     )
@@ -210,8 +216,8 @@ def _earlier_micro_batch(config: TrainConfig, num_processes: int) -> int | None:
     micro-batches decides what dropout draws.
     """
     wanted = config.resume_from_checkpoint
-    run = run_folder(str(config.output_dir) if wanted == "latest" else wanted or "")
-    if wanted is None or run is None:
+    run = config.output_dir if wanted == "latest" else run_folder(wanted or "")
+    if wanted is None or run is None or not (run / "receipt.json").is_file():
         return None
     receipt = json.loads((run / "receipt.json").read_text(encoding="utf-8"))
     if receipt["strategy"]["num_processes"] != num_processes:

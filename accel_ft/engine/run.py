@@ -308,7 +308,7 @@ class Run:
         scores = self._measure("eval", self.validation_loader, self.splits.validation)
         self.eval_is_due = False
         metric, ahead = self.config.best_metric, math.inf
-        value = scores[metric]
+        value = self.config.best_value(scores)
         if not math.isfinite(value):
             ahead = -math.inf
         elif self.best is not None:

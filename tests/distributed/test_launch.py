@@ -60,11 +60,6 @@ if not torch.accelerator.is_available():
         REFUSED[name] = Refused(name, NO_GPU.format(name))
 
 
-@pytest.fixture
-def words(tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path) -> list[str]:
-    return job_words(tiny_model, rows_file, odd_file, tmp_path / "run")
-
-
 @pytest.fixture(scope="module")
 def refusals(
     tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, rows_file: Path, odd_file: Path

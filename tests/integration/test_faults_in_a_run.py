@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, events_of, job_words, run_hash
+from conftest import ROOT, events_of, run_hash
 from filelock import FileLock
 from safetensors.torch import load_file
 
@@ -30,11 +30,6 @@ from accel_ft.runtime import files
 from accel_ft.runtime.watch import Watch
 
 SICK_STEP = 5  # counted from 0
-
-
-@pytest.fixture
-def words(tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path) -> list[str]:
-    return job_words(tiny_model, rows_file, odd_file, tmp_path / "run")
 
 
 def make_sick(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> None:

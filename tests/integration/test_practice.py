@@ -1,6 +1,7 @@
 """What a user does around a run: changes in between, the Python API, fitting, hand-over."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -74,6 +75,10 @@ def test_a_model_that_left_its_run_is_measured_as_in_it(
         assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(
             test["test_loss"], rel=1e-7
         )
+    settings = Path("../config.yaml")
+    settings.write_text(re.sub("test_file: .*", "test_file: rows/of.csv", settings.read_text()))
+    with pytest.raises(ConfigError, match=r"test_file=rows/of.csv: .* stands in the run's config"):
+        evaluate.main(["--checkpoint", "."])
 
 
 def test_rows_that_change_beside_a_run(
@@ -303,6 +308,9 @@ def test_the_largest_micro_batch_that_fits(
     monkeypatch.setattr(fitting, "device_bytes", lambda _: 10 * three_rows)  # now more would fit
     train.main([*words, "--output_dir", str(tmp_path / "little"), *LATEST])
     assert run_hash(tmp_path / "little") == whole
+    inside = tmp_path / "little/checkpoints/mine"  # a run of its own, not that it lies in
+    train.main([*words, "--max_steps", "1", "--output_dir", str(inside), *LATEST])
+    assert json.loads((inside / "receipt.json").read_text())["accumulation_steps"] == 1
     monkeypatch.setattr(fitting, "device_bytes", lambda _: 200_000)  # the model's states have none
     with pytest.raises(
         ConfigError, match="per_device_train_batch_size=auto: not one sample of 32 tokens fits"

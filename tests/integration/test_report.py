@@ -4,15 +4,18 @@ import csv
 import json
 import re
 import shutil
+from html import escape
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import LATEST, cut_off, events_of, stopped_at, write_rows
+from conftest import LATEST, cut_off, events_of, run, stopped_at, write_rows
 from safetensors.torch import load_file, save_file
 
 from accel_ft import train
 from accel_ft.errors import ConfigError
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 def test_the_report(words: list[str], tmp_path: Path, rows_file: Path) -> None:
@@ -59,6 +62,29 @@ def test_the_report(words: list[str], tmp_path: Path, rows_file: Path) -> None:
     assert "<h2>other</h2>" in page
     records = [read_record(folder) for folder in (run, tmp_path / "other")]
     assert {len(figure.axes[0].lines) for figure in figures.curves(records).values()} == {2}
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_report_in_a_browser(width: int, words: list[str], tmp_path: Path) -> None:
+    """It fits a phone and a laptop, shows every picture, and the console stays empty."""
+    train.main([*words, "--report_to", "html"])
+    page = (tmp_path / "run/report.html").read_text()
+    (tmp_path / "frame.html").write_text(
+        f'''<iframe id="frame" width="{width}" height="800" style="border: 0" srcdoc="{escape(page)}"></iframe>
+        <script>onload = () => {{
+            const page = frame.contentDocument, shown = [...page.images].filter(image => image.naturalWidth > 99);
+            const root = page.documentElement, wider = root.scrollWidth - root.clientWidth;
+            document.title = [wider, page.images.length, shown.length].join();
+        }}</script>'''
+    )
+    words = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    words += [f"--user-data-dir={tmp_path / 'browser'}", "--virtual-time-budget=10000"]
+    done = run(BROWSER, *words, "--dump-dom", tmp_path / "frame.html")
+    assert "CONSOLE" not in done.stderr
+    found = re.search(r"<title>(\d+),(\d+),(\d+)</title>", done.stdout)
+    assert found is not None
+    assert [int(number) for number in found.groups()] == [0, 10, 10]
 
 
 def test_a_report_of_runs_of_one_name_and_of_one_that_goes_on(

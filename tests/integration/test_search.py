@@ -8,6 +8,7 @@ import pytest
 from conftest import job_words
 
 from accel_ft import train
+from accel_ft.config import TrainConfig, checked, read_settings
 from accel_ft.errors import ConfigError
 
 
@@ -119,11 +120,14 @@ def test_a_search_stops_what_is_worse_than_the_median(search_of_stand_ins) -> No
 def test_a_search_of_another_job(search_of_stand_ins, tmp_path: Path) -> None:
     space = (
         "weight_decay: {low: 0, high: 1}\nlearning_rate: [0.9]\nfreeze: [null]\nlora_r: [4]\n"
-        "per_device_train_batch_size: {low: 8, high: 64}\n"
+        "per_device_train_batch_size: {low: 8, high: 64}\nclass_weights: [[1, 2.5, 1, 1], balanced]\n"
     )
     (tmp_path / "job.yaml").write_text("seed: 1\nfreeze: encoder\n")  # not with lora_r, but varied
     study = search_of_stand_ins(space, "--num_trials", "1")
     found = study.trials[0].params
+    assert found["class_weights"] in ("1,2.5,1,1", "balanced")
+    job = read_settings(tmp_path / "search/best.yaml")
+    checked(TrainConfig, job)
     assert 0 < found["weight_decay"] < 1  # numbers of the key's kind
     assert isinstance(found["per_device_train_batch_size"], int)
     (tmp_path / "job.yaml").write_text("seed: 1\nfreeze: encoder\nddp_timeout: 9\n")

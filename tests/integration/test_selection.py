@@ -10,6 +10,7 @@ from conftest import LATEST, cut_off, events_of, run_hash, stopped_at
 from accel_ft import train
 from accel_ft.config import TrainConfig
 from accel_ft.data.splits import load_splits
+from accel_ft.errors import ConfigError
 from accel_ft.model import load
 
 
@@ -48,6 +49,26 @@ def test_greater_is_better_turns_the_choice_round(words: list[str], tmp_path: Pa
     events = events_of(tmp_path / "run")
     losses = {e["step"]: e["eval_loss"] for e in events if e["event"] == "eval"}
     assert events[-1]["model_step"] == max(losses, key=losses.get)
+
+
+def test_the_best_model_of_one_label(words: list[str], tmp_path: Path) -> None:
+    """The label's own F1 decides; one that no row has is named before the training."""
+    words += ["--load_best_model_at_end", "--eval_steps", "1", "--learning_rate", "1e-2"]
+    words += ["--num_train_epochs", "4"]
+    train.main([*words, "--metric_for_best_model", "eval_per_class.Business.f1"])
+    events = events_of(tmp_path / "run")
+    scores = {
+        e["step"]: e["eval_per_class"]["Business"]["f1"] for e in events if e["event"] == "eval"
+    }
+    assert len(set(scores.values())) > 2
+    assert events[-1]["model_step"] == max(scores, key=scores.get)
+    macro = {e["step"]: e["eval_f1_macro"] for e in events if e["event"] == "eval"}
+    assert events[-1]["model_step"] != max(macro, key=macro.get)  # else it would show nothing
+    words += ["--output_dir", str(tmp_path / "other"), "--metric_for_best_model"]
+    with pytest.raises(ConfigError, match="no row has that label. Did you mean .Sports.?"):
+        train.main([*words, "per_class.Sport.f1"])
+    with pytest.raises(ConfigError, match=r"Allowed: accuracy, .*, per_class.LABEL.f1"):
+        train.main([*words, "per_class.Sports.support"])
 
 
 @pytest.mark.parametrize("step", [3, 5, 11])

@@ -104,6 +104,7 @@ def test_rules_between_keys(tmp_path: Path) -> None:
     )
     assert "keep one of the two" in fault("--dataset_name", "x", "--train_file", str(rows))
     assert "given without dataset_name" in fault("--dataset_config_name", "mrpc")
+    assert "given without dataset_name" in fault("--test_split_name", "test_matched")
     assert "without training rows" in fault("--test_file", str(rows))
     (tmp_path / "rows.xls").touch()
     assert "unknown format. Allowed: .csv" in fault("--train_file", str(tmp_path / "rows.xls"))

@@ -205,6 +205,38 @@ def test_a_dataset_of_several_configurations(tmp_path: Path) -> None:
         assert f", {name}, split train" in sources["train"].name
 
 
+def test_splits_of_other_names(tmp_path: Path) -> None:
+    """As MNLI's."""
+    import datasets
+
+    (tmp_path / "data").mkdir()
+    named = {"train": [0, 1], "validation_matched": [1], "validation_mismatched": [0], "test": [-1]}
+    for split, labels in named.items():
+        rows = datasets.Dataset.from_dict({"text": [split] * len(labels), "label": labels})
+        rows.to_parquet(tmp_path / "data" / f"{split}.parquet")
+    files = [{"split": split, "path": f"{split}.parquet"} for split in named]
+    about = yaml.safe_dump({"configs": [{"config_name": "default", "data_files": files}]})
+    (tmp_path / "data/README.md").write_text(f"---\n{about}---\n")
+
+    def sources(**names: str) -> dict[str, Source]:
+        return hub_sources(DataConfig(dataset_name="x", **names), str(tmp_path / "data"))
+
+    assert list(sources()) == ["train"]
+    found = sources(
+        validation_split_name="validation_matched", test_split_name="validation_mismatched"
+    )
+    texts = {name: [row[1] for row in source.rows(DataConfig())] for name, source in found.items()}
+    assert texts == {
+        "train": ["train"] * 2,
+        "validation": ["validation_matched"],
+        "test": ["validation_mismatched"],
+    }
+    with pytest.raises(ConfigError, match="no such split. Did you mean .validation_matched."):
+        sources(validation_split_name="validation_match")
+    with pytest.raises(ConfigError, match="has no split `test` with labels, only train, "):
+        sources(test_split_name="test")
+
+
 def test_the_hub_out_of_reach_names_the_quickstart() -> None:
     with pytest.raises(
         ConfigError, match="the Hub cannot be reached(.|\n)*examples/quickstart.yaml"
