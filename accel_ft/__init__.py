@@ -1,6 +1,4 @@
-"""Fine-tune text classifiers with Hugging Face Accelerate: one curve, nothing lost, no silent
-fallback.
-"""
+"""Fine-tune text classifiers with Accelerate: one curve, nothing lost, no silent fallback."""
 
 from __future__ import annotations
 
@@ -24,9 +22,8 @@ def fit(**settings: Any) -> Path:
     Raises:
         accel_ft.errors.UserError: for what the user can mend.
     """
-    from accel_ft.config import TrainConfig, checked
+    from accel_ft.config import TrainConfig, checked, settings_to_reproduce
     from accel_ft.train import fit as run
-    from accel_ft.train import settings_to_reproduce
 
     config = checked(TrainConfig, settings, settings_to_reproduce(settings))
     run(config)

@@ -6,6 +6,7 @@ strategy, number of processes and compile belong to accelerate's YAML and are no
 """
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -128,24 +129,21 @@ class DataConfig(Config):
     """Where the rows come from."""
 
     dataset_name: str | None = None
-    """Data set on the Hub, or a folder `datasets.load_dataset` reads. With no file given:
-    fancyzhx/ag_news.
-    """
+    """Data set on the Hub, or a folder `datasets` reads; with no file given: fancyzhx/ag_news."""
     dataset_config_name: str | None = None
     """Which of its configurations, where it has several: mrpc of nyu-mll/glue."""
     train_split_name: str | None = None
     """Its split with the training rows; left out: train."""
     validation_split_name: str | None = None
     """Its split to evaluate on while training: validation_matched of mnli. Left out: validation, or
-    where it has none, cut off the training rows."""
+    where it has none that no other key names, cut off the training rows."""
     test_split_name: str | None = None
-    """Its split to evaluate on once, at the end; left out: test, where it has one."""
+    """Its split to evaluate on once, at the end; left out: test, where it has one that no other key
+    names."""
     train_file: Path | None = None
     """Training rows: csv, tsv, json, jsonl or parquet."""
     validation_file: Path | None = None
-    """Rows to evaluate on while training. Left out: cut off the training rows (a tenth, 2,000 at
-    most).
-    """
+    """Rows to evaluate on while training; left out: a tenth of the training rows, 2,000 at most."""
     test_file: Path | None = None
     """Rows to evaluate on once, at the end."""
     text_column: str = "text"
@@ -183,6 +181,11 @@ class DataConfig(Config):
                 )
         for split in ("validation", "test"):
             yield from self._either(f"{split}_file", f"{split}_split_name")
+        named = [self.train_split_name or "train", self.validation_split_name, self.test_split_name]
+        twice = [name for name in named if name is not None and named.count(name) > 1]
+        if twice:
+            fault = f"the split {twice[0]} is to be trained on and measured on, or twice the latter"
+            yield tuple(sorted(SPLIT_KEYS)), f"{', '.join(sorted(SPLIT_KEYS))}: {fault}"
 
 
 class HubConfig(Config):
@@ -218,9 +221,7 @@ class TrainConfig(HubConfig, DataConfig):
     """Samples of one update over all ranks and accumulation steps; these follow from it. 32 if
     neither it nor gradient_accumulation_steps is set."""
     gradient_accumulation_steps: int | None = Field(None, ge=1)
-    """In place of global_batch_size: the latter is then per_device_train_batch_size x ranks x
-    this.
-    """
+    """In place of global_batch_size, which is then per_device_train_batch_size x ranks x this."""
     per_device_train_batch_size: PositiveInt | Literal["auto"] = 32
     """Samples of one forward and backward on one rank; fewer where the global batch needs no more.
     auto: as many as fit into the device's memory; the global batch stays.
@@ -228,9 +229,7 @@ class TrainConfig(HubConfig, DataConfig):
     learning_rate: float = Field(5e-5, gt=0)
     """Peak learning rate of AdamW, before lr_scaling."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """Multiply the learning rate by global batch / lr_reference_batch_size, or by its square
-    root.
-    """
+    """Multiply the rate by global batch / lr_reference_batch_size, or by its square root."""
     lr_reference_batch_size: int = Field(32, ge=1)
     """Global batch the learning rate was chosen for."""
     weight_decay: float = Field(0.01, ge=0)
@@ -294,9 +293,7 @@ class TrainConfig(HubConfig, DataConfig):
     early_stopping_threshold: float = Field(0.0, ge=0)
     """How much better a value must be to count."""
     resume_from_checkpoint: str | None = None
-    """`latest`, or a checkpoint's folder. `latest` with no checkpoint yet starts from the
-    beginning.
-    """
+    """`latest` (from the beginning where there is no checkpoint yet), or a checkpoint's folder."""
     allow_changed: Names = ()
     """What may differ between a checkpoint and this job, by name, such as learning_rate,train_data;
     any other difference ends a resume."""
@@ -317,6 +314,11 @@ class TrainConfig(HubConfig, DataConfig):
     """Leave a trace of updates 6 to 10 of this start in <output_dir>/profile, by torch.profiler."""
     dataloader_num_workers: int = Field(0, ge=0)
     """Processes on each rank that prepare batches; 0 does it in the training process."""
+
+    def updates(self, steps_per_epoch: int) -> int:
+        """Return how many updates to train for."""
+        wanted = math.ceil(round(self.num_train_epochs * steps_per_epoch, 6))
+        return self.max_steps or max(wanted, 1)
 
     @property
     def best_metric(self) -> str:
@@ -398,9 +400,7 @@ class EvaluateConfig(DataConfig):
     """Keys of `accel_ft.evaluate`. What is not set comes from the run the checkpoint belongs to."""
 
     checkpoint: str
-    """A run's folder, a published checkpoint, or any Hugging Face folder, Hub id or package://
-    model.
-    """
+    """A run's folder, a checkpoint, or any Hugging Face folder, Hub id or package:// model."""
     split: Literal["test", "validation"] | None = None
     """Which rows; left out: the test rows where there are any, else the validation rows."""
     output: Path | None = None
@@ -443,15 +443,11 @@ class PredictConfig(Config):
     """Keys of `accel_ft.predict`."""
 
     checkpoint: str
-    """A run's folder, a published checkpoint, or any Hugging Face folder, Hub id or package://
-    model.
-    """
+    """A run's folder, a checkpoint, or any Hugging Face folder, Hub id or package:// model."""
     input: str | None = None
     """File to label (csv, tsv, json, jsonl, parquet, or plain lines), or - for standard input."""
     input_format: Literal["auto", "csv", "tsv", "json", "jsonl", "parquet", "lines"] = "auto"
-    """Format of the input; auto goes by the file's name, and on standard input takes { for jsonl,
-    else lines.
-    """
+    """Format of the input; auto: by the file's name, of standard input jsonl after {, or lines."""
     text: str | None = None
     """One text to label, in place of input; --text=... where it begins with a dash."""
     text_pair: str | None = None
@@ -459,9 +455,7 @@ class PredictConfig(Config):
     output: str = "-"
     """File for the JSON lines, or - for standard output."""
     text_column: str = "text"
-    """Column with the text (not for plain lines); the run's own where the checkpoint is of a
-    run.
-    """
+    """Column with the text (not for plain lines); left out: the run's own where there is one."""
     text_pair_column: str | None = None
     """Column with the second text of a pair; the run's own where the checkpoint is of a run."""
     id_column: str | None = None
@@ -574,7 +568,9 @@ def checked(
             faulty.add(key)
             where = origin.get(key, "")
             found = str(value).lower() if where else "no value"
-            listed.append(f"{key}{where}: {found} given. Allowed: {type_name(fields[key])}")
+            listed.append(
+                f"{key}{where}: {found} given. Allowed: {type_name(fields[key].annotation)}"
+            )
     sound = {key: value for key, value in values.items() if key not in faulty}
     try:
         config = config_class.model_validate(sound)
@@ -588,9 +584,9 @@ def checked(
             if item["type"] == "extra_forbidden":
                 listed.append(f"{key}{where}: unknown key.{nearest(key, fields)}")
             elif item["type"] == "missing":
-                listed.append(f"{key}: is needed. Fix: --{key} {type_name(fields[key])}")
+                listed.append(f"{key}: is needed. Fix: --{key} {type_name(fields[key].annotation)}")
             else:
-                allowed = type_name(fields[key])
+                allowed = type_name(fields[key].annotation)
                 listed.append(f"{key}={item['input']}{where}: {item['msg']}. Allowed: {allowed}")
         # For what is wrong between the others; what is missing is a text or an existing file.
         sound = {key: value for key, value in values.items() if key not in faulty}
@@ -598,7 +594,9 @@ def checked(
         config = config_class.model_validate(required | sound)
     for keys, message in config.rules():
         if not faulty & set(keys):
-            listed.append(message + (" It stands in the run's config.yaml" * (keys[0] in taken)))
+            told = [key for key in keys if taken.get(key) is not None and key != "output_dir"]
+            where = f" ({', '.join(told)}: from the run's config.yaml)" if told else ""
+            listed.append(message + where)
     if listed:
         many = f"{len(listed)} faults in the configuration:\n  " if len(listed) > 1 else ""
         raise ConfigError(many + "\n  ".join(listed))
@@ -623,13 +621,29 @@ def run_settings(values: dict[str, Any]) -> dict[str, Any]:
     if run is None:
         return {}
     settings = read_settings(run / "config.yaml")
-    own_rows = ROW_KEYS & values.keys()
+    sources = ROW_KEYS - SPLIT_KEYS - {"dataset_config_name"}
+    own_rows = any(values.get(key) is not None for key in sources)
     return {key: value for key, value in settings.items() if not (own_rows and key in ROW_KEYS)}
+
+
+def settings_to_reproduce(values: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the run that is to be trained again, into a folder beside it."""
+    if values.get("reproduce") is None:
+        return {}
+    folder = Path(str(values["reproduce"])).expanduser().resolve()
+    if not all((folder / name).is_file() for name in ("config.yaml", "receipt.json")):
+        raise ConfigError(f"reproduce={folder}: holds no run")
+    return run_settings(values | {"checkpoint": folder}) | {
+        "output_dir": folder.with_name(f"{folder.name}_again"),
+        "push_to_hub": False,
+    }
 
 
 def run_folder(checkpoint: str) -> Path | None:
     """Return the run that a checkpoint, or model, belongs to."""
     folder = Path(checkpoint).expanduser().resolve()
+    if not folder.exists():  # a Hub id, whose folders would be those above this one
+        return None
     candidates = (folder, folder.parent, folder.parent.parent)  # a run, its model, its checkpoint
     return next((path for path in candidates if (path / "receipt.json").is_file()), None)
 
@@ -655,7 +669,7 @@ def _parser(config_class: type[Config], prog: str) -> argparse.ArgumentParser:
             group = parser.add_argument_group(GROUPS[key])
         about = " ".join((field.description or "").split()).replace("%", "%%")
         default = "required" if field.is_required() else f"default: {field.default}"
-        metavar, words = type_name(field), f"{about} ({default})"
+        metavar, words = type_name(field.annotation), f"{about} ({default})"
         if metavar.endswith(",..."):  # a,b or a b
             group.add_argument(f"--{key}", nargs="*", metavar=metavar, help=words)
         else:
@@ -663,41 +677,38 @@ def _parser(config_class: type[Config], prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def type_name(field: FieldInfo) -> str:
+def type_name(kind: Any) -> str:
     """Return a key's type as --help and messages show it."""
-    return _name_of(field.annotation)
-
-
-def _name_of(kind: Any) -> str:
     origin = typing.get_origin(kind)
     parts = [each for each in typing.get_args(kind) if each not in (type(None), ...)]
     if origin is Literal:
         return "|".join(map(str, parts))
     if origin is typing.Annotated:
-        return _name_of(parts[0])
+        return type_name(parts[0])
     if origin is tuple:
-        return f"{_name_of(parts[0])},..."
+        return f"{type_name(parts[0])},..."
     if parts:
-        return "|".join(map(_name_of, parts))
+        return "|".join(map(type_name, parts))
     return {"Path": "FILE", "str": "TEXT"}.get(kind.__name__, str(kind.__name__).upper())
 
 
 def _kinds(annotation: Any) -> tuple[Any, ...]:
     """What a key's value can be: the parts of a union, or the one type."""
     union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
-    return typing.get_args(annotation) if union else (annotation,)
+    kinds = typing.get_args(annotation) if union else (annotation,)
+    return tuple(
+        getattr(kind, "__origin__", kind) if hasattr(kind, "__metadata__") else kind
+        for kind in kinds
+    )
 
 
 def _from_text(key: str, field: FieldInfo, value: Any) -> Any:
     """A command-line word; `none` and `null` mean None where the key allows it."""
-    kinds = _kinds(field.annotation)
     if isinstance(value, list):
         value = ",".join(value) or True  # True: there is none
-    if not isinstance(value, str) or key in ("text", "text_pair"):  # a text is what it is
-        return value
-    if type(None) in kinds and value.lower() in ("none", "null"):
-        return None
-    return value
+    is_none = isinstance(value, str) and value.lower() in ("none", "null")
+    is_none = is_none and key not in ("text", "text_pair")  # a text is what it is
+    return None if is_none and type(None) in _kinds(field.annotation) else value
 
 
 def _read_yaml(path: Path) -> Iterator[tuple[str, Any, int]]:

@@ -11,13 +11,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from accel_ft.config import DoctorConfig, parse
+from accel_ft.config import DoctorConfig, parse, settings_to_reproduce
 from accel_ft.errors import Preempted, UserError, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Examine the set-up; exit with 1 where a check fails."""
-    config = parse(DoctorConfig, argv, "doctor")
+    config = parse(DoctorConfig, argv, "doctor", settings_to_reproduce)
 
     from accel_ft.diagnosis.finding import Finding, Verdict, failed, line
     from accel_ft.diagnosis.job import examine

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from importlib.util import find_spec
 
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
@@ -22,9 +23,7 @@ EXIT_PREEMPTED = 75
 
 
 class UserError(Exception):
-    """A fault the user can mend; the message says what was found, what is allowed and how to mend
-    it.
-    """
+    """A fault the user can mend; says what was found, what is allowed and how to mend it."""
 
     exit_code = EXIT_USER_ERROR
 
@@ -63,6 +62,13 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return f" Did you mean `{close[0]}`?" if close else ""
 
 
+def require(extra: str, what: str, *modules: str) -> None:
+    """Raise ConfigError where a library of an extra is missing."""
+    if any(find_spec(module) is None for module in modules):
+        needs = f"{what} needs {' and '.join(modules)}"
+        raise ConfigError(f"{needs}. Fix: pip install 'accel_ft[{extra}]'")
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of what an error says, or its kind where it says nothing."""
     return (str(error).strip().splitlines() or [repr(error)])[0]
@@ -71,11 +77,8 @@ def first_line(error: BaseException) -> str:
 def run_command(main: Callable[[], None]) -> None:
     """Run a command's `main`; turn a `UserError` into one message on stderr and exit code 2.
 
-    Args:
-        main: the command.
-
     A fault that every rank meets is printed once: the other ranks hold theirs back for three
-        seconds, in which the launcher ends them; a fault of one rank alone is printed by that rank.
+    seconds, in which the launcher ends them; a fault of one rank alone is printed by that rank.
     """
     try:
         main()
@@ -84,14 +87,14 @@ def run_command(main: Callable[[], None]) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
         preempted = isinstance(error, Preempted)
-        leave_last_words(str(error) if preempted else f"error: {error}")
+        words = str(error) if preempted else f"error: {error}"
+        leave_last_words(words)
         if preempted:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the launcher, as others have ended
             if os.environ.get("RANK", "0") != "0":  # all ranks alike
                 sys.exit(EXIT_PREEMPTED)
         _let_rank_0_speak_first()
-        words = [f"{'' if preempted else 'error: '}{error}", *getattr(error, "__notes__", [])]
-        print("\n".join(words), file=sys.stderr, flush=True)
+        print("\n".join([words, *getattr(error, "__notes__", [])]), file=sys.stderr, flush=True)
         sys.exit(getattr(error, "exit_code", EXIT_USER_ERROR))
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr, flush=True)
@@ -116,8 +119,6 @@ def leave_last_words(message: str) -> None:
 
 
 def _let_rank_0_speak_first() -> None:
-    """Hold another rank's message back: where rank 0 has one too, the launcher ends this rank
-    now.
-    """
+    """Hold another rank's message back: where rank 0 has one too, this rank is ended now."""
     if os.environ.get("RANK", "0") != "0":
         time.sleep(3)

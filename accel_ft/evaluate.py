@@ -1,6 +1,4 @@
-"""Evaluate a checkpoint: python -m accel_ft.evaluate --checkpoint runs/ag_news [--test_file
-FILE].
-"""
+"""Evaluate a checkpoint: python -m accel_ft.evaluate --checkpoint RUN [--test_file FILE]."""
 
 from __future__ import annotations
 

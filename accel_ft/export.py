@@ -1,6 +1,4 @@
-"""Turn a checkpoint of any strategy into a Hugging Face folder: python -m accel_ft.export
---checkpoint C --output DIR.
-"""
+"""Make a Hugging Face folder: python -m accel_ft.export --checkpoint C --output DIR."""
 
 from __future__ import annotations
 
@@ -8,13 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accel_ft.config import ExportConfig, parse, run_folder, run_settings
-from accel_ft.errors import ConfigError, run_command
+from accel_ft.errors import ConfigError, require, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write weights, config, tokenizer and model card; in one process, with the model once in
-    memory.
-    """
+    """Write weights, config, tokenizer and model card, in one process."""
     config = parse(ExportConfig, argv, "export")
     repo_id = None
     output = config.output.resolve()  # ".", too, which is replaced
@@ -23,9 +19,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if output.exists() and any(output.iterdir()):
         raise ConfigError(f"output={config.output}: is not empty. Fix: another folder")
     if config.format == "onnx":
-        from accel_ft.model.onnx import require_onnx
-
-        require_onnx()
+        require("onnx", "the ONNX export", "onnx", "onnxscript", "onnxruntime")
     if config.push_to_hub:
         from accel_ft.runtime.card import push, require_repo
 
@@ -60,15 +54,14 @@ def export(
     from accel_ft.checkpoint import convert, state, transaction
     from accel_ft.checkpoint.open import load_whole, model_folder
     from accel_ft.model.adapters import read_adapters
-    from accel_ft.model.load import classifier_labels, load_model_config, load_tokenizer, resolve
+    from accel_ft.model.load import classifier_labels, load_parts, resolve
     from accel_ft.reporting.record import results
     from accel_ft.runtime.card import model_card
     from accel_ft.runtime.logging import read_events
 
     folder = resolve(model_folder(checkpoint), "checkpoint")
-    model_config = load_model_config(folder, "checkpoint")
+    model_config, tokenizer = load_parts(folder)
     names = classifier_labels(folder, model_config)
-    tokenizer = load_tokenizer(folder, "checkpoint")
     with transaction.writing(output) as staging:
         parts = convert.is_sharded(Path(folder)) or (Path(folder) / convert.WEIGHTS).is_file()
         if read_adapters(Path(folder)) is not None or not parts:

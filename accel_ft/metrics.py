@@ -48,9 +48,7 @@ def cross_entropy(logits: NDArray[np.float64], labels: NDArray[np.int64]) -> flo
 
 
 class Classification(evaluate.Metric):  # type: ignore[misc]
-    """Accuracy, macro F1 and the scores of each class; predictions and references are label ids
-    0..C-1, `num_labels` is C.
-    """
+    """Scores of predictions and references that are label ids 0..num_labels - 1."""
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(

@@ -22,9 +22,7 @@ CHUNK_ROWS = 2048  # read, sorted by length, labelled and written at a time: wha
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Label one text, a file, or standard input; write one JSON object a line, in the order of the
-    input.
-    """
+    """Label one text, a file or standard input: a JSON object a line, in the input's order."""
     config = parse(PredictConfig, argv, "predict", run_settings)
     is_main = os.environ.get("RANK", "0") == "0"
     rows = open_rows(config) if is_main else iter(())  # one rank reads; the input may be a pipe

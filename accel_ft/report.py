@@ -1,6 +1,4 @@
-"""Report on runs: python -m accel_ft.report RUN [RUN ...] writes report.html; --diff RUN RUN tells
-what differs between two.
-"""
+"""Write report.html of runs: accel_ft.report RUN [RUN ...]; or compare two: --diff RUN RUN."""
 
 from __future__ import annotations
 

@@ -27,19 +27,11 @@ from typing import Any
 
 import yaml
 
-from accel_ft.config import (
-    SearchConfig,
-    TrainConfig,
-    checked,
-    parse,
-    read_settings,
-    type_name,
-)
-from accel_ft.errors import ConfigError, first_line, nearest, run_command
+from accel_ft.config import SearchConfig, TrainConfig, checked, parse, read_settings, type_name
+from accel_ft.errors import ConfigError, first_line, nearest, require, run_command
 from accel_ft.runtime.files import write_whole
 from accel_ft.runtime.logging import read_events
 
-EXTRA = "the search needs optuna. Fix: pip install 'accel_ft[search]'"
 POLL_SECONDS = 0.2
 IDLE = {  # settings that decide nothing of what a trial finds
     "output_dir", "report_to", "push_to_hub", "hub_model_id", "hub_private_repo", "ddp_timeout",
@@ -56,10 +48,9 @@ class TrialFailed(Exception):
 def main(argv: Sequence[str] | None = None) -> None:
     """Search, and write the best settings as a job of its own."""
     config = parse(SearchConfig, argv, "search")
-    try:
-        import optuna
-    except ImportError as error:
-        raise ConfigError(EXTRA) from error
+    require("search", "the search", "optuna")
+    import optuna
+
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     settings, space = read_settings(config.job), read_settings(config.space)
     job = checked(TrainConfig, settings)
@@ -165,7 +156,7 @@ def _suggest(trial: Any, key: str, values: Any) -> Any:
     if isinstance(values, list):
         plain = [",".join(map(str, each)) if isinstance(each, list) else each for each in values]
         return trial.suggest_categorical(key, plain)
-    kinds = type_name(TrainConfig.model_fields[key]).split("|")
+    kinds = type_name(TrainConfig.model_fields[key].annotation).split("|")
     whole = "INT" in kinds and "FLOAT" not in kinds
     return (trial.suggest_int if whole else trial.suggest_float)(key, **values)
 
@@ -182,13 +173,13 @@ def _run_trial(config: SearchConfig, job: TrainConfig, trial: Any, chosen: dict[
     name = hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:12]
     folder = config.output_dir / f"trial_{name}"  # the same settings go on where they were
     folder.mkdir(exist_ok=True)
-    words = {**chosen, "output_dir": folder, "resume_from_checkpoint": "latest"}
-    words["push_to_hub"] = False  # a trial is no model to show
+    keys = {**read_settings(config.job), **chosen, "output_dir": str(folder)}
+    keys |= {"resume_from_checkpoint": "latest", "push_to_hub": False}  # it is no model to show
+    write_whole(folder / "job.yaml", yaml.safe_dump(keys, allow_unicode=True))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
     if config.config_file is not None:
         command += ["--config_file", str(config.config_file)]
-    command += ["-m", "accel_ft.train", "--config", str(config.job)]
-    command += [f"--{key}={value}" for key, value in words.items()]
+    command += ["-m", "accel_ft.train", "--config", str(folder / "job.yaml")]
     pruned = False
     with at_work[name], (folder / "log").open("a") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)

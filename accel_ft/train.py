@@ -9,8 +9,8 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from accel_ft.config import METRICS, TrainConfig, parse, run_settings
-from accel_ft.errors import ConfigError, RankError, UserError, run_command
+from accel_ft.config import METRICS, TrainConfig, parse, settings_to_reproduce
+from accel_ft.errors import ConfigError, RankError, UserError, require, run_command
 
 logger = logging.getLogger("accel_ft.train")  # run with -m, its name is __main__
 
@@ -40,9 +40,7 @@ def fit(config: TrainConfig) -> None:
 
     check_first_rows(config)  # the imports that follow take seconds
     if config.lora_r is not None:
-        from accel_ft.model.adapters import require_peft
-
-        require_peft()
+        require("lora", "LoRA", "peft")
     from accel_ft.diagnosis.job import preflight
     from accel_ft.engine.build import build, is_finished, start_or_resume
     from accel_ft.engine.loop import train
@@ -55,7 +53,7 @@ def fit(config: TrainConfig) -> None:
     accelerator = make_training_accelerator(
         config.ddp_timeout,
         log_with=trackers.check(config.report_to) or None,
-        project_dir=trackers.folder_of(config.output_dir),
+        project_dir=config.output_dir / "trackers",
     )
     rank, is_main = accelerator.process_index, accelerator.is_main_process
     setup_logging(rank)
@@ -91,19 +89,6 @@ def fit(config: TrainConfig) -> None:
         _say_farewell(config, events)
 
 
-def settings_to_reproduce(values: dict[str, Any]) -> dict[str, Any]:
-    """The settings of the run that is to be trained again, into a folder beside it."""
-    if values.get("reproduce") is None:
-        return {}
-    folder = Path(str(values["reproduce"])).expanduser().resolve()
-    if not all((folder / name).is_file() for name in ("config.yaml", "receipt.json")):
-        raise ConfigError(f"reproduce={folder}: holds no run")
-    return run_settings(values | {"checkpoint": folder}) | {
-        "output_dir": folder.with_name(f"{folder.name}_again"),
-        "push_to_hub": False,
-    }
-
-
 @contextmanager
 def _own(config: TrainConfig, lock: Path) -> Iterator[None]:
     """Lock the run's folder; one that holds a run is only touched by a resume."""
@@ -130,7 +115,7 @@ def _own(config: TrainConfig, lock: Path) -> Iterator[None]:
 def _describe(config: TrainConfig, label_names: list[str], events: list[dict[str, Any]]) -> None:
     """Write model card and report of a run that ended."""
     from accel_ft.reporting.record import results
-    from accel_ft.reporting.report import EXTRA, is_possible, write_report
+    from accel_ft.reporting.report import write_report
     from accel_ft.runtime.card import model_card
     from accel_ft.runtime.files import write_whole
 
@@ -140,19 +125,14 @@ def _describe(config: TrainConfig, label_names: list[str], events: list[dict[str
     write_whole(config.output_dir / "model" / "README.md", card)
     if "html" not in config.report_to:
         return
-    if not is_possible():
-        logger.info(EXTRA)
-        return
     try:
         write_report([config.output_dir], config.output_dir)
     except Exception as error:  # the model is there, and more worth than its picture
-        logger.warning("the report could not be written: %r", error)
+        logger.warning("the report could not be written: %s", str(error) or repr(error))
 
 
 def _say_farewell(config: TrainConfig, events: list[dict[str, Any]]) -> None:
-    """Print the main metric, where all is, and the command that predicts; push and compare where
-    that is asked for.
-    """
+    """Print the main metric and where all is; push and compare where that is asked for."""
     metric = METRICS[config.problem_type][0]
     tuned = " (thresholds are tuned on them)" * ("multi_label" in config.problem_type)
     print(f"{metric} on the validation rows: {events[-1][f'eval_{metric}']:.4f}{tuned}")

@@ -1,6 +1,9 @@
 # Keys after `accelerate launch ... -m accel_ft.train --`, and after `python -m accel_ft.predict --`:
 #   source examples/completion.bash    (bash and zsh)
-[[ -n $ZSH_VERSION ]] && autoload -U compinit bashcompinit && compinit -u && bashcompinit
+if [[ -n ${ZSH_VERSION:-} ]]; then
+    type compdef >/dev/null || { autoload -U compinit && compinit; }
+    autoload -U bashcompinit && bashcompinit
+fi
 _accel_ft() {
     local word=${COMP_WORDS[COMP_CWORD]} command="" known="" position
     for ((position = 1; position < COMP_CWORD; position++)); do

@@ -78,9 +78,7 @@ def _load_parts(accelerator: Accelerator, folder: Path) -> None:
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return a verified checkpoint's weights by name, on the CPU, in one process; memory is the
-    model's size.
-    """
+    """Return a verified checkpoint's weights by name, on the CPU, in one process."""
     if not is_sharded(folder):
         return load_file(folder / WEIGHTS)
     reader = FileSystemReader(folder / SHARDED_WEIGHTS)

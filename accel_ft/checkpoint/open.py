@@ -70,8 +70,7 @@ def open_classifier(checkpoint: str, device: torch.device) -> Classifier:
         ConfigError, CheckpointError: where it cannot be had, is damaged or is no classifier.
     """
     folder = load.resolve(model_folder(checkpoint), "checkpoint")
-    tokenizer = load.load_tokenizer(folder, "checkpoint")
-    config = load.load_model_config(folder, "checkpoint")
+    config, tokenizer = load.load_parts(folder)
     names = load.classifier_labels(folder, config)
     model = load_whole(folder, config).to(device).eval()
     return Classifier(folder, model, tokenizer, names, load.position_limit(config, tokenizer))

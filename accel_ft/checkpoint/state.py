@@ -136,9 +136,7 @@ def find(watch: Watch, root: Path, wanted: str | None) -> Path | None:
 
 
 def is_sound(watch: Watch, folder: Path) -> bool:
-    """Return whether a checkpoint verifies, the same on every rank; tell what is wrong if not.
-    Collective.
-    """
+    """Return on every rank whether a checkpoint verifies; tell what is wrong. Collective."""
     return bool(watch.tell(watch.rank == 0 and _verifies(folder))[0])
 
 
@@ -182,9 +180,7 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
 
 
 def load(accelerator: Accelerator, folder: Path, trainer_state: dict[str, Any], seed: int) -> None:
-    """Load a verified checkpoint into the prepared model, optimizer and random number generators.
-    Collective.
-    """
+    """Load a verified checkpoint into model, optimizer and random generators. Collective."""
     try:
         convert.load_any(accelerator, folder)
     except (Exception, CheckpointException) as error:  # a foreign file fails in any way

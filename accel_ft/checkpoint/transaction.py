@@ -100,9 +100,7 @@ def publish_sealed(root: Path) -> None:
 
 
 def publish(final: Path, with_manifest: bool = True) -> None:
-    """Write the manifest of `final`'s sealed or staging folder, put all on the disk, and rename
-    it.
-    """
+    """Write the manifest of what is sealed or staged, put all on the disk, and rename it."""
     staging = sealed_folder(final)
     if not staging.is_dir():
         staging = staging_folder(final)
@@ -153,9 +151,7 @@ def list_published(root: Path) -> list[tuple[int, Path]]:
 
 
 def prune(root: Path, keep: int | None, protected: int | None) -> None:
-    """Remove all but the newest `keep` checkpoints and the one of step `protected`; never the
-    newest.
-    """
+    """Remove all but the newest `keep` checkpoints (never the newest) and step `protected`."""
     if keep is not None:
         for step, path in list_published(root)[:-keep]:
             if step != protected:
@@ -178,9 +174,7 @@ def remove_leftovers(root: Path, damaged: Sequence[Path] = ()) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a published folder, if there is one; its name goes first, so that a kill leaves no
-    half of it under that name.
-    """
+    """Remove a published folder; its name goes first, so that a kill leaves no half under it."""
     doomed = folder.with_name(f"{STAGING_PREFIX}removed-{folder.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     if folder.exists():

@@ -25,9 +25,7 @@ FEISTEL_ROUNDS = 8
 
 
 def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Hash 64-bit words, any shape (the finalizer of SplitMix64; Steele, Lea, Flood, OOPSLA
-    2014).
-    """
+    """Hash 64-bit words, any shape (finalizer of SplitMix64; Steele, Lea, Flood, OOPSLA 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -132,9 +130,7 @@ class Plan:
         return ids[np.argsort(self.lengths(ids), kind="stable")]
 
     def _make_window(self, epoch: int, window: int) -> Ids:
-        """Return the window's global batches, int64 [<= WINDOW_STEPS, G], in their shuffled
-        order.
-        """
+        """Return a window's global batches, int64 [<= WINDOW_STEPS, G], in shuffled order."""
         size = WINDOW_STEPS * self.global_batch_size
         stop = min(
             (window + 1) * size, self.num_samples // self.global_batch_size * self.global_batch_size

@@ -7,7 +7,6 @@ and '' into None, merges the labels `01` and `1`, and names neither file nor lin
 
 import codecs
 import csv
-import hashlib
 import json
 import logging
 import sys
@@ -22,6 +21,7 @@ import numpy as np
 from accel_ft.config import Config, DataConfig
 from accel_ft.data.targets import MEANT, canonical
 from accel_ft.errors import ConfigError, DataError, nearest
+from accel_ft.runtime.files import sha256
 from accel_ft.runtime.hub import fetching
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Source:
     def is_unchanged(self) -> bool:
         """Whether a local file still holds what it did when it was opened."""
         try:
-            return self.path is None or _sha256(self.path) == self.fingerprint
+            return self.path is None or sha256(self.path) == self.fingerprint
         except OSError:
             return False
 
@@ -108,18 +108,11 @@ class Source:
 
 
 def file_source(path: Path) -> Source:
-    """Open a local csv, tsv, json, jsonl or parquet file; its fingerprint is the SHA-256 of its
-    bytes.
-    """
+    """Open a local csv, tsv, json, jsonl or parquet file; its fingerprint is its SHA-256."""
     suffix = path.suffix.lower().removeprefix(".")
     return Source(
-        str(path), _sha256(path), lambda: read_records(str(path), suffix), path=path.absolute()
+        str(path), sha256(path), lambda: read_records(str(path), suffix), path=path.absolute()
     )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_records(path: str, file_format: str) -> Iterator[Record]:
@@ -264,14 +257,16 @@ def hub_sources(config: DataConfig, name: str) -> dict[str, Source]:
         loaded = datasets.load_dataset(name, config.dataset_config_name)
     label_column, sources = config.label_column, {}
     name = f"{name}, {config.dataset_config_name}" if config.dataset_config_name else name
-    for split in ("train", "validation", "test"):
-        wanted: str | None = getattr(config, f"{split}_split_name")
-        if wanted not in (None, *loaded):
+    splits = ("train", "validation", "test")
+    named: dict[str, str | None] = {s: getattr(config, f"{s}_split_name") for s in splits}
+    for split, wanted in named.items():
+        if wanted is not None and wanted not in loaded:
             raise ConfigError(
                 f"{split}_split_name={wanted}: {name} has no such split.{nearest(wanted, loaded)} "
                 f"Allowed: {', '.join(map(str, loaded))}"
             )
-        rows = loaded.get(wanted or split, ())
+        is_others = wanted is None and split in named.values()
+        rows: Any = () if is_others else loaded.get(wanted or split, ())
         feature = rows.features.get(label_column) if len(rows) else None
         dtype = getattr(feature, "dtype", "")
         if dtype.startswith(("int", "float")):
@@ -283,7 +278,7 @@ def hub_sources(config: DataConfig, name: str) -> dict[str, Source]:
             if len(labelled) < len(rows):
                 logger.warning(
                     "%s: %d of its %d %s rows have no label (-1) and are left out",
-                    name, len(rows) - len(labelled), len(rows), split,
+                    name, len(rows) - len(labelled), len(rows), wanted or split,
                 )  # fmt: skip
                 rows = rows.select(labelled)
         if len(rows):

@@ -49,9 +49,7 @@ class Split:
         return self.stop - self.start if self.repeated is None else len(self.repeated)
 
     def oversample(self) -> None:
-        """Let rows of rarer labels stand several times, so that all labels that occur have as many;
-        8 bytes of memory a row.
-        """
+        """Repeat rows of rarer labels until all labels have as many; 8 bytes of memory a row."""
         labels = self.labels(np.arange(len(self), dtype=np.int64))
         counts = np.bincount(labels)
         by_label = np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
@@ -72,9 +70,7 @@ class Split:
         return self.store.lengths(self.ids(places))
 
     def labels(self, places: Ids) -> NDArray[Any]:
-        """Targets: label ids, int64 [k]; of several labels, float32 [k, C]; of a regression,
-        float32 [k].
-        """
+        """Label ids, int64 [k]; of several, float32 [k, C]; of a regression, float32 [k]."""
         labels: NDArray[Any] = self.targets[self.store.label_codes(self.ids(places))]
         return labels
 
@@ -229,7 +225,10 @@ def load_eval_split(
     wanted = wanted or ("test" if "test" in sources else "validation")
     given = "train" if wanted == "validation" and wanted not in sources else wanted
     if given not in sources:
-        raise ConfigError(f"split={wanted}: the job names no {wanted} rows. Fix: --{wanted}_file")
+        raise ConfigError(
+            f"split={wanted}: the job names no {wanted} rows. Fix: --{wanted}_file, or "
+            f"--{wanted}_split_name of a data set"
+        )
     _, splits = _open({given: sources[given]}, config, tokenizer, names, fixed=True)
     return wanted, splits[wanted], given != wanted
 

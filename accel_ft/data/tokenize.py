@@ -15,7 +15,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import shutil
 import tempfile
 import time
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from huggingface_hub import constants
 from numpy.typing import NDArray
 
 from accel_ft.config import DataConfig
@@ -150,10 +150,7 @@ def tokenize(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
 
 def cache_folder() -> Path:
     """Return where token stores live: $HF_HOME/accel_ft/tokens."""
-    home = os.environ.get("HF_HOME") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"
-    )
-    return Path(home).expanduser() / "accel_ft" / "tokens"
+    return Path(constants.HF_HOME or Path.home() / ".cache/huggingface") / "accel_ft" / "tokens"
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -252,9 +249,7 @@ def _count_cut(encoded: Any, max_seq_length: int) -> int:
 
 
 def _map(path: Path, dtype: type, length: int) -> NDArray[Any]:
-    """Map a flat array; its size is checked, so that a cut-off file is not taken for a whole
-    one.
-    """
+    """Map a flat array; its size is checked: a cut-off file must not pass for a whole one."""
     if path.stat().st_size != length * np.dtype(dtype).itemsize:
         raise ValueError(
             f"{path.name} has {path.stat().st_size} bytes, not {length} x "

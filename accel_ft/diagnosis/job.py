@@ -160,7 +160,9 @@ def _probe(config: TrainConfig, folder: Path, watch: Watch) -> TrainConfig:
             if watch.rank == 0:
                 write_sample(folder)
         config = config.resolved(
-            model_name_or_path=str(folder / "model"), train_file=folder / "rows.csv"
+            model_name_or_path=str(folder / "model"),
+            train_file=folder / "rows.csv",
+            metric_for_best_model=None,  # of other labels
         )
     return config.resolved(
         output_dir=folder / "run", max_steps=UPDATES, logging_steps=1, save_steps=UPDATES,
@@ -200,8 +202,7 @@ def _disk(run: Run, config: TrainConfig) -> Finding:
     assert run.config.global_batch_size is not None
     rows = min(len(run.splits.train.store), config.max_train_samples or sys.maxsize)
     per_epoch = math.ceil(rows / run.config.global_batch_size)
-    updates = config.max_steps or math.ceil(config.num_train_epochs * per_epoch)
-    wanted = checkpoint_bytes(run.model, config, updates, per_epoch)
+    wanted = checkpoint_bytes(run.model, config, config.updates(per_epoch), per_epoch)
     return machine.disk(config.output_dir, wanted)
 
 

@@ -62,10 +62,7 @@ def gradient_norms(model: nn.Module) -> Finding:
 
 
 def overfits(
-    step: Callable[[], float],
-    steps: int = 200,
-    seconds: float = 15.0,
-    goal: float | None = 0.1,
+    step: Callable[[], float], steps: int = 200, seconds: float = 15.0, goal: float | None = 0.1
 ) -> Finding:
     """Train on the same few samples again and again: the loss must come near zero.
 

@@ -46,9 +46,7 @@ def versions() -> Finding:
 
 
 def devices(device: torch.device, precision: str) -> Finding:
-    """Describe each rank's device, and whether it computes in the precision asked for ("no",
-    "bf16" or "fp16"). Collective.
-    """
+    """Describe each rank's device; does it compute in `precision` (no, bf16, fp16)? Collective."""
     check = "device"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -76,9 +74,7 @@ def devices(device: torch.device, precision: str) -> Finding:
 
 
 def links(device: torch.device) -> Finding:
-    """Time all-reduces of some sizes: microseconds and, by the ring's 2 (N - 1) / N bytes a byte,
-    GB/s of each. Collective.
-    """
+    """Time all-reduces: us and GB/s (2 (N - 1) / N bytes a byte) of each size. Collective."""
     check = "all-reduce"
     count, words = num_ranks(), []
     if count == 1:

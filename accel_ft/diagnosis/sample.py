@@ -11,12 +11,8 @@ WORDS = {
 FILLING = ["the", "a", "of", "in", "to", "on", "with", "from", "after", "says", "new", "two"]
 
 
-def write_sample(folder: Path, num_rows: int = 256) -> tuple[Path, Path]:
-    """Write a BERT of 2 layers with random weights and `num_rows` labelled rows.
-
-    Returns:
-        The model's folder and the CSV.
-    """
+def write_sample(folder: Path) -> None:
+    """Write a BERT of 2 layers with random weights into model/, and 256 labelled rows.csv."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, set_seed
 
@@ -45,8 +41,7 @@ def write_sample(folder: Path, num_rows: int = 256) -> tuple[Path, Path]:
     with rows.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["text", "label"])
-        for number in range(num_rows):
+        for number in range(256):
             label = list(WORDS)[number % 2]
             text = [*rng.choices(FILLING, k=rng.randint(2, 20)), *rng.choices(WORDS[label], k=4)]
             writer.writerow([" ".join(text), label])
-    return model, rows

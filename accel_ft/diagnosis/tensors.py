@@ -1,6 +1,4 @@
-"""Tensors that do not belong where they are; found by looking at the objects and by running, never
-by reading the source.
-"""
+"""Tensors where they do not belong; found by looking at objects and by running."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -23,9 +21,7 @@ LONG_LIST = 1_000_000
 def _parts(
     value: Any, path: str, seen: set[int] | None = None, depth: int = 0
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors, arrays, modules and long lists that hang below an object, with the way to
-    each.
-    """
+    """Yield tensors, arrays, modules and long lists below an object, with the way to each."""
     seen = set() if seen is None else seen
     if id(value) in seen or depth > 4:
         return
@@ -90,9 +86,7 @@ def dataset_tensors(loader: DataLoader[Any]) -> Finding:
 
 
 def _copied(path: str, part: Any, loader: DataLoader[Any]) -> str:
-    """What a worker copies: lists as their reference counts are written, all of it where workers
-    are not forked.
-    """
+    """What a worker copies: lists (reference counts), and all of it where not forked."""
     if isinstance(part, list | tuple):
         return f"{path}, a list of {len(part):,}"
     context = loader.multiprocessing_context
@@ -166,9 +160,7 @@ def aliased_parameters(model: nn.Module, sharded: bool = False) -> Finding:
 
 
 def in_place(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Finding:
-    """Run forward and backward and see whether anything the backward pass needs, or a parameter,
-    was changed in place.
-    """
+    """Find what changes parameters, or what the backward pass needs, in place."""
     check = "operations in place"
     versions = {name: p._version for name, p in model.named_parameters()}
     try:

@@ -63,9 +63,9 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     _warn_of_other_labels(config, splits.label_names, load.labels_of(base))
     if config.best_label not in (None, *splits.label_names):
         raise ConfigError(
-            f"metric_for_best_model={config.best_metric}: no row has that label."
+            f"metric_for_best_model={config.best_metric}: no training row has that label."
             f"{nearest(str(config.best_label), splits.label_names)} "
-            f"Allowed: {', '.join(splits.label_names)}"
+            f"Allowed: {', '.join(splits.label_names[:20])}"
         )
     splits.train.class_weights = class_weights(
         config.class_weights, splits.train, splits.label_names
@@ -83,7 +83,7 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     accelerator.gradient_accumulation_steps = accumulation_steps
     num_micro_batches = accumulation_steps * accelerator.num_processes
     plan = Plan(len(splits.train), config.global_batch_size, config.seed, splits.train.lengths)
-    num_steps = config.max_steps or math.ceil(config.num_train_epochs * plan.steps_per_epoch)
+    num_steps = config.updates(plan.steps_per_epoch)
     watch.stage("model")
     model, optimizer, scheduler = _build_model(
         config, accelerator, watch, splits, tokenizer, num_steps
@@ -371,9 +371,7 @@ def _describe(run: Run) -> None:
 
 
 def _sample_order_sha256(plan: Plan) -> str:
-    """Return a hash of the order of samples in the first epoch (its first 256 updates): equal for
-    equal orders.
-    """
+    """Return a hash of the order of samples in the first epoch (its first 256 updates)."""
     digest = hashlib.sha256()
     for step in range(min(plan.steps_per_epoch, ORDER_HASH_STEPS)):
         digest.update(plan.global_batch(step).tobytes())

@@ -1,6 +1,4 @@
-"""Evaluation is a ledger: each prediction carries its sample's place, each place counts once, none
-may be missing.
-"""
+"""A ledger: each prediction carries its place, each counts once, none may be missing."""
 
 import io
 import json
@@ -30,9 +28,7 @@ MISTAKES = 100
 def make_eval_loader(
     accelerator: Accelerator, split: Split, batch_size: int | None, pad: Padding
 ) -> Any:
-    """Return a prepared loader of one pass over `split`: the same batches whatever the number of
-    ranks.
-    """
+    """Return a prepared loader of one pass over `split`: the same batches on any ranks."""
     lengths = split.lengths(np.arange(len(split), dtype=np.int64))
     batches = pad.eval_batches(lengths, batch_size, accelerator.num_processes)
     return make_loader(accelerator, Batches(split, pad, len(batches), batches.__getitem__))
@@ -89,9 +85,7 @@ def evaluate(
     before_batch: Callable[[], None] = lambda: None,
     thresholds: NDArray[np.float64] | None = None,
 ) -> tuple[dict[str, Any], NDArray[np.float32]]:
-    """Return the metrics of a split (see `metrics.score`) and the logits they come from, the same
-    on every rank. Collective.
-    """
+    """Return a split's metrics (`metrics.score`) and logits, on every rank. Collective."""
     logits = predict_split(accelerator, model, loader, len(split), before_batch)
     from accel_ft.metrics import score  # `import evaluate` is slow to come
 

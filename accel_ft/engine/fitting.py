@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from accel_ft.config import TrainConfig
@@ -15,7 +15,7 @@ from accel_ft.data.loader import Padding
 from accel_ft.data.splits import Split
 from accel_ft.engine.step import forward, weighted_loss
 from accel_ft.errors import ConfigError
-from accel_ft.model.memory import RESERVE, Need, device_bytes, name_of, need
+from accel_ft.model.memory import RESERVE, Need, device_bytes, need
 from accel_ft.runtime.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,8 @@ def strategy_and_memory(accelerator: Accelerator) -> tuple[str, int]:
     """Return `model.memory`'s name of the strategy, and the bytes of a rank's device."""
     policy = getattr(getattr(accelerator.state, "fsdp_plugin", None), "cpu_offload", None)
     offloads = isinstance(policy, CPUOffloadPolicy) or getattr(policy, "offload_params", False)
-    return name_of(accelerator.distributed_type, offloads), device_bytes(accelerator.device)
+    names = {DistributedType.NO: "none", DistributedType.FSDP: "offload" if offloads else "fsdp"}
+    return names.get(accelerator.distributed_type, "ddp"), device_bytes(accelerator.device)
 
 
 def largest_micro_batch(

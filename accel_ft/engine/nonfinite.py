@@ -66,9 +66,7 @@ def _is_late(run: Run) -> bool:
 
 
 def _measure(run: Run, grad_norm: torch.Tensor) -> Outcome:
-    """Collect what tells whether an update is finite; where that is read late, have the device
-    itself skip one that is not.
-    """
+    """Collect what tells whether an update is finite; read late, the device skips a sick one."""
     values = torch.stack([*run.losses, grad_norm.to(run.losses[0])])  # offloaded, it is on the CPU
     run.losses.clear()
     if not _is_late(run):

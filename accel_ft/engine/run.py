@@ -162,9 +162,7 @@ class Run:
             self.batches.close()
 
     def close(self) -> None:
-        """End the loader's workers, and the progress bar, so that the next message has a line of
-        its own.
-        """
+        """End the loader's workers, and the bar, so that the next message has its own line."""
         self._leave_loader()
         if self.bar is not None:
             self.bar.close()
@@ -324,9 +322,7 @@ class Run:
         return ahead > 0 and self.config.load_best_model_at_end
 
     def _measure(self, name: str, loader: Any, split: Split) -> dict[str, Any]:
-        """Evaluate a split, write it as event `name`, and keep the time out of the training
-        speed.
-        """
+        """Evaluate a split, write it as event `name`, keep the time out of the training speed."""
         started = time.monotonic()
         names = self.splits.label_names
         scores, self.logits = evaluate(
@@ -353,9 +349,7 @@ class Run:
         self.saved = self.publication = None
 
     def save(self) -> None:
-        """Write a checkpoint of this update; it is published, and older ones pruned, beside the
-        training. Collective.
-        """
+        """Write a checkpoint; it is published, and older ones pruned, meanwhile. Collective."""
         self.watch.stage("save", can_save=True)
         started = time.monotonic()
         self.settle()

@@ -3,7 +3,6 @@
 import json
 import warnings
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,11 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from accel_ft.config import TrainConfig
-from accel_ft.errors import CheckpointError, ConfigError
+from accel_ft.errors import CheckpointError, ConfigError, require
 from accel_ft.model import load
 
 ADAPTER_CONFIG = "adapter_config.json"
 READ_KEYS = ("r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora")
-EXTRA = "LoRA needs peft. Fix: pip install 'accel_ft[lora]'"
 
 
 def choose_trained(model: Any, config: TrainConfig, drawn: Sequence[str] = ()) -> Any:
@@ -66,20 +64,12 @@ def choose_trained(model: Any, config: TrainConfig, drawn: Sequence[str] = ()) -
 
 
 def _is_head(name: str) -> bool:
-    """Whether peft trains a module, or a parameter of it, whole of itself: it goes by the ends of
-    the modules' names.
-    """
+    """Whether peft trains a module whole of itself: it goes by the ends of the names."""
     return any(part.endswith(("classifier", "score")) for part in name.split("."))
 
 
-def require_peft() -> None:
-    """Raise ConfigError where the extra is not installed."""
-    if find_spec("peft") is None:
-        raise ConfigError(EXTRA)
-
-
 def _with_adapters(model: Any, key: str, **settings: Any) -> Any:
-    require_peft()
+    require("lora", "LoRA", "peft")
     from peft import LoraConfig, TaskType, get_peft_model
 
     try:  # the head is trained whole: peft knows it by the task

@@ -1,9 +1,6 @@
-"""A sequence classifier and its tokenizer from the Hub, a folder, or an installed Python
-package.
-"""
+"""A sequence classifier and its tokenizer from the Hub, a folder or an installed package."""
 
 import base64
-import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -16,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from accel_ft.errors import CheckpointError, ConfigError, nearest
+from accel_ft.runtime.files import sha256
 from accel_ft.runtime.hub import HUB_ID, fetching
 
 T = TypeVar("T")
@@ -38,10 +36,12 @@ def resolve(name: str, key: str = "model_name_or_path") -> str:
     """
     if not name.startswith(PACKAGE):
         place = Path(name)
+        if place.is_dir():
+            return name
         siblings = [str(p) for p in place.parent.iterdir()] if place.parent.is_dir() else []
         # `runs/quikstart` could be a Hub id; beside other runs it is a slip of the pen.
         meant_local = key == "checkpoint" and place.parent.name and siblings
-        if not place.is_dir() and (meant_local or not HUB_ID.fullmatch(name)):
+        if meant_local or not HUB_ID.fullmatch(name):
             raise ConfigError(f"{key}={name}: there is no such folder.{nearest(name, siblings)}")
         return name
     location, _, fragment = name.removeprefix(PACKAGE).partition("#")
@@ -62,9 +62,7 @@ def resolve(name: str, key: str = "model_name_or_path") -> str:
 
 @cache
 def _check_weights(key: str, name: str, weights: Path, fragment: str, package: str) -> None:
-    """Compare the weights' SHA-256 with the one in the name, or else with the one the package was
-    installed with.
-    """
+    """Compare the weights' SHA-256 with that in the name, or with that of the installation."""
     if fragment:
         match = re.fullmatch(r"sha256=([0-9a-fA-F]{64})", fragment)
         if match is None:
@@ -76,8 +74,7 @@ def _check_weights(key: str, name: str, weights: Path, fragment: str, package: s
         expected = _recorded_sha256(weights, package)
     if expected is None:
         return
-    with weights.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    found = sha256(weights)
     if found != expected:
         raise ConfigError(
             f"{key}={name}: {weights.name} has SHA-256 {found}, expected {expected}. "
@@ -102,9 +99,7 @@ def _recorded_sha256(weights: Path, package: str) -> str | None:
 
 
 def provenance(name: str) -> dict[str, str]:
-    """Return the Hub's commit of a pretrained model, or the SHA-256 of each of its local files of
-    weights.
-    """
+    """Return a pretrained model's commit on the Hub, or the SHA-256 of its local weight files."""
     folder, found = Path(resolve(name)), {}
     if not folder.is_dir():
         from transformers.utils.hub import cached_file, extract_commit_hash
@@ -112,8 +107,7 @@ def provenance(name: str) -> dict[str, str]:
         commit = extract_commit_hash(cached_file(name, "config.json"), None)
         return {} if commit is None else {"commit": commit}
     for path in sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]):
-        with path.open("rb") as file:
-            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+        found[path.name] = sha256(path)
     return found
 
 
@@ -126,11 +120,26 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = _from_pretrained(key, folder, AutoTokenizer.from_pretrained)
-    if tokenizer.pad_token_id is None:  # decoders have none
-        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token_id is None:  # decoders have none, and go by the last token that is none
+        last = tokenizer("a")["input_ids"][-1:]
+        names = (tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token)
+        free = [n for n in names if n is not None and [tokenizer.convert_tokens_to_ids(n)] != last]
+        tokenizer.pad_token = tokenizer.eos_token and next(iter(free), tokenizer.eos_token)
     if tokenizer.pad_token_id is None:
         raise ConfigError(f"{key}={folder}: its tokenizer has neither a pad nor an end token")
     return tokenizer
+
+
+def load_parts(folder: str) -> tuple[Any, Any]:
+    """Load architecture and tokenizer of a resolved checkpoint; a decoder that names no pad token
+    takes the tokenizer's, by which it finds the last token of a text.
+    """
+    tokenizer = load_tokenizer(folder, "checkpoint")
+    config = load_model_config(folder, "checkpoint")
+    of_text = config.get_text_config()  # a part, where the model is not of texts alone
+    if getattr(of_text, "pad_token_id", None) is None:
+        of_text.pad_token_id = tokenizer.pad_token_id
+    return config, tokenizer
 
 
 def load_model_config(folder: str, key: str = "model_name_or_path", **settings: Any) -> Any:

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import psutil
 import torch
@@ -118,16 +117,3 @@ def device_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def name_of(strategy: Any, offloads: bool = False) -> str:
-    """Return this module's name for one of accelerate's strategies (a DistributedType).
-
-    Args:
-        strategy: of the accelerator's state.
-        offloads: whether FSDP keeps its shares in host memory.
-    """
-    name = str(getattr(strategy, "value", strategy))
-    if name == "FSDP" and offloads:
-        return "offload"
-    return "fsdp" if name == "FSDP" else "none" if name == "NO" else "ddp"

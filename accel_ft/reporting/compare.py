@@ -21,7 +21,7 @@ def differences(one: Record, other: Record) -> Iterator[Difference]:
         ("receipt", _flat(one.receipt), _flat(other.receipt), IDLE_RECEIPT),
     ):
         for key in sorted(a.keys() | b.keys()):
-            if key.partition(".")[0] not in idle and a.get(key) != b.get(key):
+            if key.partition(".")[0] not in idle and not _same(a.get(key), b.get(key)):
                 yield f"{name} {key}", a.get(key), b.get(key)
     yield from curves(one, other)
 
@@ -32,11 +32,12 @@ def curves(one: Record, other: Record) -> Iterator[Difference]:
     """
     for event in ("train", "eval", "test"):
         first, second = _by_updates(one, event), _by_updates(other, event)
+        values = _logged if event == "train" else scores_of
         differing = (
-            (f"{_words(event, updates)}: {key}", first[updates].get(key), second[updates].get(key))
+            (f"{_words(event, updates)}: {key}", value, values(second[updates]).get(key))
             for updates in shared(one, other, event)
-            for key in (COMPARED if event == "train" else scores_of(first[updates]))
-            if first[updates].get(key) != second[updates].get(key)
+            for key, value in values(first[updates]).items()
+            if not _same(value, values(second[updates]).get(key))
         )
         yield from islice(differing, 1)
     last, other_last = ([e["step"] for e in record.of("end")] for record in (one, other))
@@ -44,9 +45,18 @@ def curves(one: Record, other: Record) -> Iterator[Difference]:
         yield "last update", last[0], other_last[0]
 
 
+def _logged(event: dict[str, Any]) -> dict[str, Any]:
+    return {key: event.get(key) for key in COMPARED}
+
+
 def shared(one: Record, other: Record, event: str = "train") -> list[Updates]:
     """Return the updates that events of both runs speak of, in order."""
     return sorted(_by_updates(one, event).keys() & _by_updates(other, event).keys())
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Bit for bit; what is no number is the same as itself."""
+    return bool(one == other) or repr(one) == repr(other)
 
 
 def _by_updates(record: Record, event: str) -> dict[Updates, dict[str, Any]]:

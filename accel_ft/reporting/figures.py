@@ -13,9 +13,7 @@ TICKS_AT_MOST, MARKED_POINTS = 30, 25
 
 
 def curves(records: Sequence[Record]) -> dict[str, Figure]:
-    """Return by title what was logged while training, and the validation metrics, over updates; the
-    runs overlay.
-    """
+    """Return training curves and validation metrics over updates, by title; runs overlay."""
     evaluated = next((record.of("eval")[0] for record in records if record.of("eval")), {})
     wanted = [("train", key) for key in TRAIN_CURVES]
     wanted += [("eval", f"eval_{key}") for key in scores_of(evaluated)]

@@ -4,26 +4,19 @@ import base64
 import io
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
-from accel_ft.errors import ConfigError
+from accel_ft.errors import require
 from accel_ft.metrics import class_scores, confusion_matrix, sigmoid, softmax
 from accel_ft.reporting.record import Record, calibration, intervals, read_record, results
 from accel_ft.runtime.files import write_whole
 
-EXTRA = "the report needs matplotlib and jinja2. Fix: pip install 'accel_ft[report]'"
 MISTAKES_SHOWN = 40
 DPI = 130
-
-
-def is_possible() -> bool:
-    """Whether the libraries of the extra `report` are there."""
-    return all(find_spec(name) is not None for name in ("matplotlib", "jinja2"))
 
 
 def write_report(folders: Sequence[Path], output: Path) -> Path:
@@ -42,8 +35,7 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
             replace(record, name=str(folder))
             for record, folder in zip(records, folders, strict=True)
         ]
-    if not is_possible():
-        raise ConfigError(EXTRA)
+    require("report", "the report", "matplotlib", "jinja2")
     import jinja2
 
     from accel_ft.reporting import figures

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import logging
 import os
 from collections.abc import Iterator
@@ -27,6 +28,12 @@ def write_whole(path: Path, content: str | bytes) -> None:
         staging.replace(path)
     finally:
         staging.unlink(missing_ok=True)
+
+
+def sha256(path: Path) -> str:
+    """Return the hash of a file's bytes, 64 hex digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager

@@ -1,6 +1,4 @@
-"""FSDP as it is meant: real on the CPU too, the model's own layers wrapped, gradients summed in
-float32.
-"""
+"""FSDP as it is meant: real on the CPU, the model's layers wrapped, float32 gradient sums."""
 
 from dataclasses import replace
 from typing import Any

@@ -27,9 +27,7 @@ def is_hub_id(name: str | None) -> bool:
 
 @contextlib.contextmanager
 def fetching(key: str, name: str) -> Iterator[None]:
-    """Load `name`, that `key` was set to, from the Hub or a folder; turn what goes wrong into one
-    message.
-    """
+    """Load `name`, the value of `key`, from Hub or folder; make one message of what goes wrong."""
     reachable = Path(name).exists() or hub_reachable()
     try:
         yield
@@ -45,9 +43,7 @@ def fetching(key: str, name: str) -> Iterator[None]:
 
 @cache
 def hub_reachable() -> bool:
-    """Return whether the Hub answers; if it does not, switch its libraries to their cache for this
-    process.
-    """
+    """Return whether the Hub answers; else switch its libraries to their cache from here on."""
     import huggingface_hub
     from huggingface_hub import constants
 

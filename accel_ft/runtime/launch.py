@@ -50,9 +50,7 @@ class Request:
 
 
 def read_request() -> Request:
-    """Find out what was asked for, from the launcher's command line if there is one, else from the
-    environment.
-    """
+    """Find what was asked for: in the launcher's command line, else in the environment."""
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     world_size = os.environ.get("WORLD_SIZE")
     words = _launcher_words()
@@ -78,9 +76,7 @@ def read_request() -> Request:
 
 
 def _launcher_words() -> list[str] | None:
-    """The words after `accelerate launch` (or `accelerate-launch`) of the nearest parent that is
-    one.
-    """
+    """The words after `accelerate launch` (or `accelerate-launch`) of the nearest such parent."""
     with contextlib.suppress(psutil.Error):
         for parent in psutil.Process().parents():
             with contextlib.suppress(psutil.Error):
@@ -114,6 +110,8 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
     has_device = torch.accelerator.is_available()
     _refuse_impossible(request, has_device)
     on_cpu = bool(request.use_cpu) or not has_device
+    # Evaluation and prediction wait for a slow rank, or for what comes on standard input.
+    kwargs.setdefault("kwargs_handlers", [InitProcessGroupKwargs(timeout=timedelta(days=1))])
     accelerator = Accelerator(cpu=on_cpu, **kwargs)
     if on_cpu and request.distributed_type == "FSDP":
         fsdp.make_real_on_cpu(accelerator)

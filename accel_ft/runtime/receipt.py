@@ -64,9 +64,7 @@ def write_receipt(path: Path, accelerator: Accelerator, about_run: dict[str, Any
 
 
 def git_commit() -> str | None:
-    """Return the commit accel_ft was run from, with "-dirty" where files differ; None outside a
-    checkout of its own.
-    """
+    """Return accel_ft's own commit, with "-dirty" where files differ; None outside its checkout."""
 
     def git(*words: str) -> str:
         done = subprocess.run(

@@ -3,7 +3,6 @@
 import logging
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -57,7 +56,7 @@ class Trackers:
         }
         name = str(config.output_dir.absolute()).strip("/").replace("/", "-")
         again = {"name": name, "resume": "allow"}
-        folder = folder_of(config.output_dir)
+        folder = config.output_dir / "trackers"  # of those with local files
         folder.mkdir(exist_ok=True)
         options: dict[str, Any] = {
             "wandb": again | {"id": name[-64:], "dir": str(folder)},
@@ -96,8 +95,3 @@ class Trackers:
             except Exception as error:
                 logger.warning("%s could not be closed: %r", tracker.name, error)
         self.accelerator.trackers = []
-
-
-def folder_of(output_dir: Path) -> Path:
-    """Return where trackers with local files keep them."""
-    return output_dir / "trackers"

@@ -388,9 +388,7 @@ def _host() -> str:
 
 
 def _has_launcher() -> bool:
-    """Whether the parent started the ranks: then its end is theirs. A shell's or a kernel's is
-    not.
-    """
+    """Whether the parent started the ranks: then its end is theirs; not a shell's or kernel's."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return True
     with contextlib.suppress(psutil.Error):

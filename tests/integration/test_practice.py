@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +76,7 @@ def test_a_model_that_left_its_run_is_measured_as_in_it(
         )
     settings = Path("../config.yaml")
     settings.write_text(re.sub("test_file: .*", "test_file: rows/of.csv", settings.read_text()))
-    with pytest.raises(ConfigError, match=r"test_file=rows/of.csv: .* stands in the run's config"):
+    with pytest.raises(ConfigError, match=r"test_file=rows/of.csv: .* from the run's config.yaml"):
         evaluate.main(["--checkpoint", "."])
 
 
@@ -244,14 +243,11 @@ def test_a_missing_extra_is_named(
     """As soon as it is asked for, before anything is loaded or written."""
     from conftest import ROOT
 
-    from accel_ft import export, search
-    from accel_ft.model import adapters, onnx
+    from accel_ft import errors, export, search
     from accel_ft.reporting import report
     from accel_ft.runtime import trackers
 
-    for module in (adapters, onnx, report):
-        monkeypatch.setattr(module, "find_spec", lambda name: None)
-    monkeypatch.setitem(sys.modules, "optuna", None)
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
     monkeypatch.setattr(trackers, "get_available_trackers", list)
     words += ["--model_name_or_path", "no/model"]
     (tmp_path / "job.yaml").write_text("seed: 1\n")
@@ -353,6 +349,52 @@ def test_onnx(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert chances.tolist() == pytest.approx(
         list(classify.predict([text])[0]["scores"].values()), abs=1e-4
     )
+
+
+def test_onnx_beside_its_weights(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they are too large for one protobuf."""
+    for name in ("onnxruntime", "onnxscript"):
+        pytest.importorskip(name)
+    from accel_ft import export
+    from accel_ft.model import onnx
+
+    train.main([*words, "--max_steps", "1"])
+    monkeypatch.setattr(onnx, "LARGEST", 1000)
+    out = tmp_path / "out"
+    export.main(["--checkpoint", str(tmp_path / "run"), "--output", str(out), "--format", "onnx"])
+    assert (out / "model.onnx.data").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("end", ["[SEP]", "[UNK]"])
+def test_a_decoder_that_names_no_pad_token(end: str, tiny_model: Path, tmp_path: Path) -> None:
+    """The last token of each text decides, not that of the longest; also where all end in the end token."""
+    from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
+
+    from accel_ft import load_classifier
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token = end, "[CLS]", None
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        initializer_range=1.0,
+        num_labels=3,
+    )
+    assert config.pad_token_id is None
+    torch.manual_seed(0)
+    model = GPT2ForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    texts = ["goal", "bank of the league", "the a of in goal striker coach"]
+    found = load_classifier(tmp_path, all_scores=True).predict(texts)
+    for text, each in zip(texts, found, strict=True):
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        scores = model(input_ids=ids).logits.softmax(-1)[0].tolist()
+        assert list(each["scores"].values()) == pytest.approx(scores, abs=1e-5)
 
 
 def test_a_model_too_large_to_be_measured(

@@ -176,6 +176,33 @@ def test_a_run_is_reproduced(
     assert "update 2: loss" in str(caught.value) or "update 2: learning_rate" in str(caught.value)
 
 
+def test_the_doctor_examines_what_is_to_be_reproduced(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_file: Path
+) -> None:
+    from accel_ft import doctor
+    from accel_ft.diagnosis import job
+
+    train.main([*words, "--max_steps", "1"])
+    seen = []
+    monkeypatch.setattr(job, "examine", lambda config: seen.append(config) or iter(()))
+    with pytest.raises(SystemExit):
+        doctor.main(["--reproduce", str(tmp_path / "run")])
+    assert seen[0].train_file == rows_file
+    assert seen[0].learning_rate == 1e-3
+
+
+def test_what_is_no_number_does_not_differ_from_itself() -> None:
+    from accel_ft.reporting.compare import curves
+    from accel_ft.reporting.record import Record
+
+    def record(loss: float) -> Record:
+        events = [{"event": "eval", "step": 1, "eval_loss": loss}]
+        return Record("run", {}, {}, events, {}, [])
+
+    assert list(curves(record(float("nan")), record(float("nan")))) == []
+    assert len(list(curves(record(float("nan")), record(1.0)))) == 1
+
+
 def test_a_reproduction_says_where_it_differs_and_why(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_model: Path
 ) -> None:

@@ -57,8 +57,8 @@ def test_search(tiny_model: Path, rows_file: Path, odd_file: Path, tmp_path: Pat
 
 
 STAND_IN = """
-import json, sys, time
-keys = dict(word[2:].split("=", 1) for word in sys.argv if word.startswith("--") and "=" in word)
+import json, sys, time, yaml
+keys = yaml.safe_load(open(sys.argv[sys.argv.index("--config") + 1]))
 events = open(keys["output_dir"] + "/metrics.jsonl", "w", buffering=1)
 rate = float(keys["learning_rate"])
 for step in range(1, 9):
@@ -120,14 +120,14 @@ def test_a_search_stops_what_is_worse_than_the_median(search_of_stand_ins) -> No
 def test_a_search_of_another_job(search_of_stand_ins, tmp_path: Path) -> None:
     space = (
         "weight_decay: {low: 0, high: 1}\nlearning_rate: [0.9]\nfreeze: [null]\nlora_r: [4]\n"
-        "per_device_train_batch_size: {low: 8, high: 64}\nclass_weights: [[1, 2.5, 1, 1], balanced]\n"
+        "per_device_train_batch_size: {low: 8, high: 64}\nclass_weights: [[1, 2.5, 1, 1]]\nlora_target_modules: [[]]\n"
     )
     (tmp_path / "job.yaml").write_text("seed: 1\nfreeze: encoder\n")  # not with lora_r, but varied
     study = search_of_stand_ins(space, "--num_trials", "1")
     found = study.trials[0].params
-    assert found["class_weights"] in ("1,2.5,1,1", "balanced")
-    job = read_settings(tmp_path / "search/best.yaml")
-    checked(TrainConfig, job)
+    for job in (tmp_path / "search/best.yaml", *tmp_path.glob("search/trial_*/job.yaml")):
+        settings = checked(TrainConfig, read_settings(job))
+        assert (settings.class_weights, settings.lora_target_modules) == ((1.0, 2.5, 1.0, 1.0), ())
     assert 0 < found["weight_decay"] < 1  # numbers of the key's kind
     assert isinstance(found["per_device_train_batch_size"], int)
     (tmp_path / "job.yaml").write_text("seed: 1\nfreeze: encoder\nddp_timeout: 9\n")

@@ -65,7 +65,7 @@ def test_the_best_model_of_one_label(words: list[str], tmp_path: Path) -> None:
     macro = {e["step"]: e["eval_f1_macro"] for e in events if e["event"] == "eval"}
     assert events[-1]["model_step"] != max(macro, key=macro.get)  # else it would show nothing
     words += ["--output_dir", str(tmp_path / "other"), "--metric_for_best_model"]
-    with pytest.raises(ConfigError, match="no row has that label. Did you mean .Sports.?"):
+    with pytest.raises(ConfigError, match="no training row has that label. Did you mean .Sports.?"):
         train.main([*words, "per_class.Sport.f1"])
     with pytest.raises(ConfigError, match=r"Allowed: accuracy, .*, per_class.LABEL.f1"):
         train.main([*words, "per_class.Sports.support"])

@@ -105,6 +105,11 @@ def test_rules_between_keys(tmp_path: Path) -> None:
     assert "keep one of the two" in fault("--dataset_name", "x", "--train_file", str(rows))
     assert "given without dataset_name" in fault("--dataset_config_name", "mrpc")
     assert "given without dataset_name" in fault("--test_split_name", "test_matched")
+    for words in (
+        ["--test_split_name", "train"],
+        ["--test_split_name", "a", "--validation_split_name", "a"],
+    ):
+        assert "is to be trained on and measured on" in fault("--dataset_name", "x", *words)
     assert "without training rows" in fault("--test_file", str(rows))
     (tmp_path / "rows.xls").touch()
     assert "unknown format. Allowed: .csv" in fault("--train_file", str(tmp_path / "rows.xls"))
@@ -136,6 +141,10 @@ def test_paths_of_the_home_folder_and_of_nowhere(
     assert "output_dir=: Value error, is empty" in fault("--output_dir", "")
     config = parse(PredictConfig, ["--checkpoint", "~/x", "--text", "~/x"], "predict")
     assert (config.checkpoint, config.text) == (str(tmp_path / "x"), "~/x")
+    (tmp_path / "x.yaml").write_text("")
+    files = [word for key in ("job", "space", "config_file") for word in (f"--{key}", "~/x.yaml")]
+    search = parse(SearchConfig, files, "search")
+    assert search.config_file == search.job == tmp_path / "x.yaml"
     assert train_config("--label_separator", "~").label_separator == "~"
 
 
@@ -178,6 +187,7 @@ def test_evaluate_takes_the_rest_from_the_run(tmp_path: Path) -> None:
     rows.touch()
     run = tmp_path / "run"
     (run / "checkpoints/step_00000001").mkdir(parents=True)
+    (run / "model").mkdir()
     (run / "receipt.json").touch()
     (run / "config.yaml").write_text(
         f"text_column: body\nmax_seq_length: 64\ntest_file: {rows}\nseed: 1\n"
@@ -195,9 +205,23 @@ def test_evaluate_takes_the_rest_from_the_run(tmp_path: Path) -> None:
 def test_a_config_beside_a_hub_id_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor where this is the folder of a run."""
     (tmp_path / "config.yaml").write_text("seed: 1\n")
     monkeypatch.chdir(tmp_path)
     assert run_settings({"checkpoint": "some/model"}) == {}
+    (tmp_path / "receipt.json").write_text("{}")
+    assert run_settings({"checkpoint": "some/model"}) == {}
+    (tmp_path / "config.yaml").write_text("dataset_name: glue\ndataset_config_name: mnli\n")
+    other = run_settings({"checkpoint": ".", "validation_split_name": "b", "test_file": None})
+    assert other == {"dataset_name": "glue", "dataset_config_name": "mnli"}
+    assert run_settings({"checkpoint": ".", "test_file": "x.csv"}) == {}
+
+
+def test_updates_of_a_fraction_of_an_epoch() -> None:
+    assert 0.07 * 100 > 7
+    assert train_config("--num_train_epochs", "0.07").updates(100) == 7
+    assert train_config("--num_train_epochs", "0.071").updates(100) == 8
+    assert train_config("--max_steps", "3").updates(100) == 3
 
 
 def test_predict_needs_one_source() -> None:

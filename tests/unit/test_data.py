@@ -5,6 +5,7 @@ import logging
 import os
 import pickle
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import write_rows
+from huggingface_hub import constants
 
 from accel_ft.config import DataConfig, TrainConfig, parse
 from accel_ft.data import tokenize as tokenize_module
@@ -29,7 +31,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setattr(logging.getLogger("accel_ft"), "propagate", True)  # for caplog
 
 
@@ -45,6 +47,11 @@ def store_of(path: Path, tokenizer, max_seq_length: int = 16) -> TokenStore:
 def splits_of(tokenizer, *words: str) -> Splits:
     config = parse(TrainConfig, words, "train")
     return load_splits(config, tokenizer)
+
+
+def test_ranks_wait_a_day_for_a_slow_one() -> None:
+    """In evaluate and predict, whose standard input may pause; training has its watch."""
+    assert make_accelerator().init_handler.timeout == timedelta(days=1)
 
 
 def test_store_holds_what_the_tokenizer_says(rows_file: Path, tokenizer) -> None:

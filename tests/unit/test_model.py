@@ -156,6 +156,16 @@ def test_a_run_with_a_slip_of_the_pen(tmp_path: Path, monkeypatch: pytest.Monkey
     assert resolve("runs/bert") == "runs/bert"  # a Hub id
 
 
+def test_a_model_among_folders_that_cannot_be_listed(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(_: Path) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "iterdir", forbidden)
+    assert resolve(str(tiny_model)) == str(tiny_model)
+
+
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
 def test_an_index_that_leads_out_of_its_folder(tiny_model: Path, tmp_path: Path, name: str) -> None:
     classifier(tiny_model, 3).save_pretrained(tmp_path)

@@ -167,6 +167,8 @@ def test_a_dataset_folder_with_named_labels(tmp_path: Path) -> None:
             {"text": ["x", "a", "y"], "label": each}, features=features
         )
         rows.to_parquet(tmp_path / "data" / f"{split}.parquet")
+    of_test = DataConfig(dataset_name="x", validation_split_name="test")  # then no test rows too
+    assert list(hub_sources(of_test, str(tmp_path / "data"))) == ["train", "validation"]
     sources = hub_sources(DataConfig(), str(tmp_path / "data"))
     assert list(sources) == ["train", "test"]
     assert list(sources["train"].rows(DataConfig())) == [("row 0", "a", "yes")]
