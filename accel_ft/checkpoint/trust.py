@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from accel_ft.errors import CheckpointError
 
@@ -50,8 +51,20 @@ class _StandIn(metaclass=_Frozen):
             self.__dict__.update(state)
 
 
+class _Member(_StandIn):
+    """getattr(_MEM_FORMAT_ENCODING, name): so Python 3.11.0 to 3.11.3 pickle members of an Enum."""
+
+    def __new__(cls, owner: Any, name: Any) -> Any:
+        of_enum = isinstance(owner, _Frozen) and owner.__name__ == _MEM_FORMAT_ENCODING.__name__
+        if not of_enum or name not in _MEM_FORMAT_ENCODING.__members__:
+            raise pickle.UnpicklingError(f"takes {name} of an object")
+        return super().__new__(cls)
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in (("builtins", "getattr"), ("__builtin__", "getattr")):
+            return _Member
         if name not in METADATA_NAMES.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} does not belong into it")
         return dict if name == "OrderedDict" else _Frozen(name, (_StandIn,), {})
