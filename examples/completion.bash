@@ -5,7 +5,7 @@ if [[ -n ${ZSH_VERSION:-} ]]; then
     autoload -U bashcompinit && bashcompinit
 fi
 _accel_ft() {
-    local word=${COMP_WORDS[COMP_CWORD]} command="" known="" position
+    local word=${COMP_WORDS[COMP_CWORD]} command="" known="" position python=${COMP_WORDS[0]}
     for ((position = 1; position < COMP_CWORD; position++)); do
         [[ ${COMP_WORDS[position]} == accel_ft.* ]] && command=${COMP_WORDS[position]//[^a-z_.]/}
     done
@@ -16,7 +16,8 @@ _accel_ft() {
     local keys="_accel_ft_${command##*.}"
     eval "known=\$$keys"
     if [[ -z $known ]]; then # asked once a shell
-        known=$(python -m "$command" --help 2>/dev/null | grep -o -- '--[a-z_]*' | sort -u)
+        [[ $python == *accelerate ]] && python=python3
+        known=$("$python" -m "$command" --help 2>/dev/null | grep -o -- '--[a-z_]*' | sort -u)
         eval "$keys=\$known"
     fi
     COMPREPLY=($(compgen -W "$known" -- "$word"))

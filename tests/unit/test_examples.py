@@ -1,6 +1,8 @@
 """What ships beside the package: job files and the news sample."""
 
+import os
 import shutil
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -47,10 +49,11 @@ def test_completion(shell: str) -> None:
     [[ -n $ZSH_VERSION ]] && emulate sh # as bashcompinit does around it
     complete_words() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _accel_ft; echo "${COMPREPLY[*]}"; }
     complete_words accelerate launch -m accel_ft.train --learning_r
-    complete_words python -m accel_ft.export --for
-    complete_words python READ
+    complete_words python3 -m accel_ft.export --for
+    complete_words python3 READ
     """
-    lines = run(shell, "-c", script).stdout.splitlines()
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    lines = run(shell, "-c", script, env={"PATH": path}).stdout.splitlines()
     expected = ["--learning_rate", "--format", "README.md"]
     if shell == "zsh":  # which sorts out itself what begins otherwise
         lines = [word for word, line in zip(expected, lines, strict=True) if word in line.split()]
