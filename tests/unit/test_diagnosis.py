@@ -662,3 +662,17 @@ def test_the_worst_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     well_, ill = Finding("a", "PASS", "1"), Finding("a", "FAIL", "2", "x")
     monkeypatch.setattr(finding, "gather", lambda value: [value, ill])
     assert finding.agreed(well_) == Finding("a", "FAIL", "on rank 1: 2", "x")
+
+
+def test_the_doctors_own_rows_have_labels_of_their_own(tmp_path: Path) -> None:
+    """What best means by a label of the job's would be a fault on them."""
+    from types import SimpleNamespace
+
+    from accel_ft.config import TrainConfig
+    from accel_ft.diagnosis import job
+
+    watch = SimpleNamespace(rank=0, first=lambda _: contextlib.nullcontext())
+    wanted = TrainConfig(metric_for_best_model="per_class.World.f1", output_dir=tmp_path)
+    assert job._probe(wanted, tmp_path, watch).metric_for_best_model is None
+    named = wanted.resolved(train_file=tmp_path / "rows.csv")
+    assert job._probe(named, tmp_path, watch).best_label == "World"
