@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     counts = {verdict: sum(f.verdict is verdict for f in findings) for verdict in Verdict}
     if is_main:
         print(", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count))
-    sys.exit(int(counts[Verdict.FAIL] > 0))
+    if counts[Verdict.FAIL]:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -82,6 +82,7 @@ def run_command(main: Callable[[], None]) -> None:
     """
     try:
         main()
+        _close_process_group()
     except (UserError, OSError) as error:
         if isinstance(error, BrokenPipeError):  # `... | head` closed our standard output
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -102,6 +103,15 @@ def run_command(main: Callable[[], None]) -> None:
     except Exception:  # on other ranks mostly the echo of a fault of rank 0
         _let_rank_0_speak_first()
         raise
+
+
+def _close_process_group() -> None:
+    """Close what torch.distributed left open, while Python runs: at its end NCCL warns of it, and a
+    thread of gloo may abort the process (pytorch issue 190489).
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def leave_last_words(message: str) -> None:

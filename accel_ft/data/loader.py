@@ -55,7 +55,7 @@ class Padding:
         tokenizer: of the model.
         longest: tokens of the longest row; the greatest width.
         device: decides the widths: multiples of 8, which suit the matrix units, on an accelerator;
-            on a CPU that would only be padding.
+            even ones on a CPU, whose library keeps kernels of some MB for every width it has met.
         compiled: a few widths only, two an octave, because a new one can cost a compilation.
     """
 
@@ -64,7 +64,7 @@ class Padding:
     ) -> None:
         self.token_id = int(tokenizer.pad_token_id)
         self.left = tokenizer.padding_side == "left"
-        step, self.eval_batch_size = (1, 16) if device.type == "cpu" else (8, 64)
+        step, self.eval_batch_size = (2, 16) if device.type == "cpu" else (8, 64)
         steps = np.arange(step, longest + step, step, dtype=np.int64)
         if compiled:
             powers = 2 ** np.arange(4, max(longest, 16).bit_length() + 1)

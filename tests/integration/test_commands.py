@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, job_words, launch, run, run_hash
+from torch import distributed as dist
 
 from accel_ft import evaluate, predict, train
 from accel_ft.errors import run_command
@@ -149,6 +150,16 @@ def test_faults_of_the_other_commands(
     error = capsys.readouterr().err
     assert (exit_code.value.code, "Traceback" in error) == (2, False), error
     assert message in error
+
+
+def test_a_command_closes_its_process_group(tmp_path: Path) -> None:
+    """One that is left open makes NCCL warn at the end, and gloo's threads may abort a run that was done."""
+
+    def main() -> None:
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/x", rank=0, world_size=1)
+
+    run_command(main)
+    assert not dist.is_initialized()
 
 
 def test_a_fault_as_a_user_meets_it(tmp_path: Path) -> None:

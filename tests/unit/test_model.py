@@ -211,6 +211,15 @@ def test_a_card_names_the_hub_only_for_what_is_there(
     card = model_card(["no", "yes"], hub, {"accuracy": 0.5})
     assert "base_model: distilbert/distilbert-base-uncased" in card
     assert "- fancyzhx/ag_news" in card
+    glue = {
+        "dataset_name": "nyu-mll/glue",
+        "dataset_config_name": "mnli",
+        "validation_split_name": "validation_matched",
+    }
+    card = model_card(["no", "yes"], glue, {"accuracy": 0.5}, "validation")
+    assert "config: mnli" in card
+    assert "split: validation_matched" in card
+    assert "on the validation rows" in card
 
 
 def test_a_refusal_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
