@@ -34,10 +34,21 @@ from pydantic.fields import FieldInfo
 
 from accel_ft.errors import ConfigError, nearest
 
-LAUNCH_OPTIONS = {
+LAUNCH_OPTIONS = (
     "mixed_precision", "num_processes", "num_machines", "config_file", "cpu", "multi_gpu",
     "dynamo_backend", "main_process_port", "use_fsdp", "gpu_ids",
-}  # fmt: skip
+)  # fmt: skip
+ELSEWHERE = dict.fromkeys(LAUNCH_OPTIONS, "It is one of `accelerate launch`, before -m") | {
+    "bf16": "Fix: --mixed_precision bf16 before -m, or accelerate's YAML",
+    "fp16": "Fix: --mixed_precision fp16 before -m, or accelerate's YAML",
+    "torch_compile": "Fix: --dynamo_backend inductor before -m, or accelerate's YAML",
+    "eval_strategy": "Fix: eval_steps; left out, it is each epoch",
+    "save_strategy": "Fix: save_steps",
+    "logging_strategy": "Fix: logging_steps",
+    "warmup_ratio": "Fix: warmup_steps below 1 is a share of all updates",
+    "train_sampling_strategy": "Rows of like length always come together",
+    "optim": "It is AdamW, fused where it can be",
+}
 DATA_FILE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 
 SPLIT_KEYS = {f"{split}_split_name" for split in ("train", "validation", "test")}
@@ -526,10 +537,7 @@ def parse(
     for word in unknown:
         if word.startswith("--"):
             key = word.removeprefix("--").split("=")[0]
-            meant = nearest(key, config_class.model_fields)
-            if key in LAUNCH_OPTIONS:
-                meant = " It is one of `accelerate launch`, before -m"
-            faults.append(f"--{key}: unknown key.{meant}")
+            faults.append(f"--{key}: unknown key.{_meant(key, config_class)}")
         elif not any(fault.startswith("--") for fault in faults):
             faults.append(f"{word}: belongs to no key. Allowed: --key value")
     config = checked(config_class, values, base(values), origin, faults)
@@ -538,6 +546,10 @@ def parse(
             sys.stdout.write(config.to_yaml())
         raise SystemExit(0)
     return config
+
+
+def _meant(key: str, config_class: type[Config]) -> str:
+    return f" {ELSEWHERE[key]}" if key in ELSEWHERE else nearest(key, config_class.model_fields)
 
 
 def checked(
@@ -582,7 +594,7 @@ def checked(
             faulty.add(key)
             where = origin.get(key, "")
             if item["type"] == "extra_forbidden":
-                listed.append(f"{key}{where}: unknown key.{nearest(key, fields)}")
+                listed.append(f"{key}{where}: unknown key.{_meant(key, config_class)}")
             elif item["type"] == "missing":
                 listed.append(f"{key}: is needed. Fix: --{key} {type_name(fields[key].annotation)}")
             else:

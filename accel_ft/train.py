@@ -121,6 +121,7 @@ def _describe(config: TrainConfig, label_names: list[str], events: list[dict[str
 
     settings = config.resolved(resume_from_checkpoint=None, allow_changed=(), profile=False)
     told = settings.model_dump(mode="json", exclude_defaults=True)
+    told["max_seq_length"] = config.max_seq_length
     card = model_card(label_names, told, *results(events))
     write_whole(config.output_dir / "model" / "README.md", card)
     if "html" not in config.report_to:

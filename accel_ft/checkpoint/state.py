@@ -179,21 +179,33 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def load(accelerator: Accelerator, folder: Path, trainer_state: dict[str, Any], seed: int) -> None:
-    """Load a verified checkpoint into model, optimizer and random generators. Collective."""
+def load(
+    accelerator: Accelerator,
+    folder: Path,
+    trainer_state: dict[str, Any],
+    seed: int,
+    devices: list[int | None],
+) -> None:
+    """Load a verified checkpoint into model, optimizer and random generators. Collective.
+
+    Args:
+        devices: each rank's number of its device on its machine, None for the CPU: a GPU's random
+            numbers are saved and restored by it.
+    """
     try:
         convert.load_any(accelerator, folder)
     except (Exception, CheckpointException) as error:  # a foreign file fails in any way
         raise CheckpointError(f"{folder}: cannot be loaded: {_first_line(error)}") from error
     accelerator.step = 0  # counts micro steps; a checkpoint stands between two updates
     saved = (trainer_state["num_processes"], trainer_state["device"])
-    if saved != (accelerator.num_processes, accelerator.device.type):
+    here = (accelerator.num_processes, accelerator.device.type)
+    if saved != here or trainer_state.get("devices", devices) != devices:
         set_seed(seed + trainer_state["step"], device_specific=True)
         logger.info(
-            "saved by %d processes (%s), resumed by %d (%s): weights, optimizer, schedule and data "
-            "order carry over, the random streams of dropout cannot; they start anew from "
+            "saved by %d processes (%s), resumed by %d (%s)%s: weights, optimizer, schedule and "
+            "data order carry over, the random streams of dropout cannot; they start anew from "
             "seed + step",
-            *saved, accelerator.num_processes, accelerator.device.type,
+            *saved, *here, ", on other devices" * (saved == here),
         )  # fmt: skip
 
 

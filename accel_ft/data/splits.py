@@ -266,10 +266,16 @@ def class_weights(
         if not counts.all():
             lost = [name for name, count in zip(names, counts, strict=True) if count == 0]
             raise ConfigError(f"class_weights=balanced: no training row has the label {lost[0]!r}")
-        return len(train) / (len(names) * counts.astype(np.float64))
+        return _told(names, len(train) / (len(names) * counts.astype(np.float64)))
     if len(wanted) != len(names):
         raise ConfigError(
             f"class_weights={wanted}: {len(wanted)} weights for {len(names)} labels, "
             f"in this order: {', '.join(names)}"
         )
-    return np.array(wanted, np.float64)
+    return _told(names, np.array(wanted, np.float64))
+
+
+def _told(names: list[str], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    pairs = [f"{name} {weight:.3g}" for name, weight in zip(names, weights, strict=True)]
+    logger.info("weights in the loss: %s", ", ".join(pairs[:20] + ["..."] * (len(pairs) > 20)))
+    return weights

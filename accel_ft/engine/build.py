@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DynamoBackend, set_seed
+from accelerate.utils import DistributedType, DynamoBackend, set_seed
 from torch import nn
 
 from accel_ft.checkpoint import state, transaction
@@ -174,15 +174,18 @@ def _build_model(
     model, drawn = plain_model(config, accelerator.device, splits.label_names, tokenizer)
     if drawn and config.resume_from_checkpoint is None:
         logger.info("not in the pretrained weights, drawn anew: %s", ", ".join(drawn))
+    # The fused one misreads the flag of fp16's overflows: FSDP1's sum over ranks, and one that is
+    # still on its way to offloaded parameters.
+    fused = accelerator.scaler is None or accelerator.distributed_type != DistributedType.FSDP
     optimizer = make_optimizer(
-        model, scaled_learning_rate(config), config.weight_decay, config.layerwise_lr_decay
+        model, scaled_learning_rate(config), config.weight_decay, config.layerwise_lr_decay, fused
     )
     scheduler = make_scheduler(config, optimizer, num_steps)
     watch.stage("wrap")
     fsdp.configure(accelerator, model)
     model, optimizer = accelerator.prepare(model, optimizer)
     check_granted(accelerator, model)
-    if accelerator.is_fsdp2:
+    if accelerator.distributed_type == DistributedType.FSDP:
         allocate_state(optimizer.optimizer)
     set_seed(config.seed, device_specific=True)  # other dropout on every rank
     return model, optimizer, scheduler
@@ -239,6 +242,12 @@ def _resolve_batch(
     else:
         size = config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
         steps = math.ceil(min(size, num_rows) / one_pass)
+        if one_pass > size and "per_device_train_batch_size" in config.model_fields_set:
+            logger.warning(
+                "per_device_train_batch_size=%d is more than %d ranks need for an update of "
+                "global_batch_size=%d samples. To fill them: --global_batch_size %d",
+                config.per_device_train_batch_size, num_processes, size, one_pass,
+            )  # fmt: skip
     if size < num_processes:
         raise ConfigError(
             f"global_batch_size={size}: {num_processes} processes need {num_processes} or more"

@@ -58,11 +58,12 @@ def model_card(
     evaluation = heading + measured if measured else ""
     training = f"\n## Training\n\n| key | value |\n|---|---|\n{keys}" if keys else ""
     labels = ", ".join(" ".join(name.split()) for name in label_names)
-    place = settings.get("hub_model_id") or "."
+    place, longest = settings.get("hub_model_id") or ".", settings.get("max_seq_length")
+    cut = f", truncation=True, max_length={longest}" if longest else ", truncation=True"
     return (
         f"---\n{about.to_yaml()}\n---\n\n# Text classifier\n\nLabels: {labels}.\n\n"
         "```python\nfrom transformers import pipeline\n\n"
-        f'classify = pipeline("text-classification", model="{place}")\n```\n'
+        f'classify = pipeline("text-classification", model="{place}"{cut})\n```\n'
         + evaluation
         + training
     )

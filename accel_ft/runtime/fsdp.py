@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDictType
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -38,6 +38,12 @@ def configure(accelerator: Accelerator, model: nn.Module) -> None:
     plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
     if accelerator.distributed_type != DistributedType.FSDP:
         return
+    if plugin.state_dict_type != StateDictType.SHARDED_STATE_DICT:
+        raise LaunchError(
+            f"fsdp_state_dict_type={plugin.state_dict_type.name}: only FSDP could open such a "
+            "checkpoint. Fix: fsdp_state_dict_type: SHARDED_STATE_DICT in fsdp_config; "
+            "`accel_ft.export` makes one file of it"
+        )
     if plugin.transformer_cls_names_to_wrap is None:
         plugin.transformer_cls_names_to_wrap = layer_classes(model)
     present = {type(module).__name__ for module in model.modules()}

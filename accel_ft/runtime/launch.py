@@ -107,12 +107,16 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
     """
     keep_freed_memory()
     request = read_request()
+    if request.use_cpu:  # FSDP2 and barriers would take the GPUs all the same
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     has_device = torch.accelerator.is_available()
     _refuse_impossible(request, has_device)
     on_cpu = bool(request.use_cpu) or not has_device
     # Evaluation and prediction wait for a slow rank, or for what comes on standard input.
     kwargs.setdefault("kwargs_handlers", [InitProcessGroupKwargs(timeout=timedelta(days=1))])
     accelerator = Accelerator(cpu=on_cpu, **kwargs)
+    if accelerator.mixed_precision == "no" and _is_compiled():
+        torch.backends.cuda.matmul.allow_tf32 = False  # which accelerate has just set
     if on_cpu and request.distributed_type == "FSDP":
         fsdp.make_real_on_cpu(accelerator)
     asked = request.num_processes
@@ -160,7 +164,7 @@ def check_granted(accelerator: Accelerator, model: nn.Module) -> None:
     asked: dict[str, Any] = {
         "strategy": "FSDP" if request.distributed_type == "FSDP" else one_or_ddp,
         "mixed_precision": request.mixed_precision,
-        "compile": os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no",
+        "compile": _is_compiled(),
         "use_cpu": on_cpu if request.use_cpu is None else request.use_cpu,
         "layers not wrapped": [],
     }
@@ -180,6 +184,10 @@ def check_granted(accelerator: Accelerator, model: nn.Module) -> None:
         raise LaunchError(f"{request.source} is not what runs:\n  " + "\n  ".join(differences))
 
 
+def _is_compiled() -> bool:
+    return os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
+
+
 def _refuse_impossible(request: Request, has_device: bool) -> None:
     """Stop where accelerate would silently do something else."""
     asked = request.source
@@ -194,6 +202,12 @@ def _refuse_impossible(request: Request, has_device: bool) -> None:
         raise LaunchError(
             f"{asked} asks for an accelerator (use_cpu: false), but torch finds none here. "
             "Fix: accelerate_configs/cpu.yaml or cpu_ddp.yaml, or a torch build for your device"
+        )
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not on_cpu and ranks_here > torch.accelerator.device_count():
+        raise LaunchError(
+            f"{asked}: {ranks_here} processes on this machine, which has "
+            f"{torch.accelerator.device_count()} devices. Fix: --num_processes, one a device"
         )
     if request.distributed_type == "FSDP" and on_cpu and os.environ.get("FSDP_VERSION") != "2":
         raise LaunchError(

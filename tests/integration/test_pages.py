@@ -32,6 +32,8 @@ NOT_RUN = {  # begins with: why
     "sbatch": "needs a cluster",
     "source examples/completion.bash": "test_examples.py does it",
 }
+RECIPES = (ROOT / "examples/recipes.md").read_text()
+(LAUNCH,) = re.findall(r"`(accelerate launch [^`]* runs/NAME)`", RECIPES)
 DOCTOR_SAW: list[list[str]] = []
 SHORT = ["--max_steps", "4", "--max_eval_samples", "24"]
 
@@ -63,6 +65,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tagged.jsonl").write_text("\n".join(tagged))
     scored = [f"{text},{len(text) / 10}" for text in texts]
     (folder / "scored.csv").write_text("\n".join(["text,label", *scored]))
+    (job,) = re.findall(r"```yaml\n(.*?)```", RECIPES, re.DOTALL)
+    job = re.sub(r"(model_name_or_path:) .*", rf"\1 {tiny_model}", job)
+    short = "max_steps: 4\nmax_eval_samples: 24\nreport_to: none\n"
+    (folder / "my_job.yaml").write_text(job + short)
     (folder / "space.yaml").write_text("learning_rate: {low: 1.0e-5, high: 5.0e-4, log: true}\n")
     return folder
 
@@ -84,7 +90,8 @@ def snippets(page: str) -> list[tuple[str, str]]:
 
 
 def run_command(line: str, place: Path, name: str) -> None:
-    words = shlex.split(line.replace("LAUNCH", "accelerate launch -m accel_ft.train"))
+    line = line.replace("/shared/distilbert", "tiny").replace("/shared/ag_news", "hub")
+    words = shlex.split(line.replace("LAUNCH", LAUNCH.replace("NAME", name)))
     if "-m" not in words:
         assert words[0] == "python", line
         sys.argv = words[1:]
@@ -101,7 +108,7 @@ def run_command(line: str, place: Path, name: str) -> None:
             "--report_to": "none",
             "--model_name_or_path": str(place / "tiny"),
         }
-        if "--train_file" not in given:
+        if "--train_file" not in given:  # as it runs with no key set
             ours["--dataset_name"] = str(place / "hub")
         given += SHORT + [word for key in ours.keys() - set(given) for word in (key, ours[key])]
     if module == "accel_ft.train" and "examples/ag_news.yaml" in given:  # both pages run it

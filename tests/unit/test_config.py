@@ -55,6 +55,14 @@ def test_options_of_the_launcher_are_told() -> None:
     )
 
 
+def test_keys_of_the_trainer_that_are_said_otherwise_here(tmp_path: Path) -> None:
+    assert "--bf16: unknown key. Fix: --mixed_precision bf16 before -m" in fault("--bf16", "true")
+    message = fault("--config", write(tmp_path, "eval_strategy: steps\nmixed_precision: bf16\n"))
+    assert "eval_strategy" in message
+    assert "unknown key. Fix: eval_steps" in message
+    assert "unknown key. It is one of `accelerate launch`, before -m" in message
+
+
 def test_all_faults_at_once_with_their_places(tmp_path: Path) -> None:
     file = write(
         tmp_path, "sed: 3\nnum_train_epochs: lots\nlogging_steps: true\ntrain_file: no/rows.csv\n"

@@ -216,7 +216,8 @@ def test_integer_labels_are_not_guessed(tmp_path: Path, tokenizer) -> None:
         load_eval_split(config, tokenizer, ["2", "3"], "validation")
 
 
-def test_class_weights(tmp_path: Path, tokenizer) -> None:
+def test_class_weights(tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="accel_ft")
     path = tmp_path / "rows.csv"
     path.write_text("text,label\n" + "a,x\n" * 6 + "b,y\n" * 2)
     split = whole(path, tokenizer)
@@ -224,6 +225,7 @@ def test_class_weights(tmp_path: Path, tokenizer) -> None:
     assert class_weights("balanced", split, ["x", "y"]).tolist() == [8 / 12, 8 / 4]
     split.class_weights = class_weights((1.0, 3.0), split, ["x", "y"])
     assert split.weights(np.arange(8)).tolist() == [1] * 6 + [3] * 2
+    assert "weights in the loss: x 1, y 3" in caplog.text
     assert collate(split, np.array([0, 7]), Padding(tokenizer, 64, CPU))["weights"].tolist() == [
         1,
         3,

@@ -7,6 +7,7 @@ import torch
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from accel_ft.errors import LaunchError
 from accel_ft.runtime.fsdp import configure, layer_classes
 
 SMALL = {
@@ -58,3 +59,12 @@ def test_gradients_are_reduced_in_float32() -> None:
     policy = plugin.mixed_precision_policy
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
     assert plugin.transformer_cls_names_to_wrap == [layer]
+
+
+def test_a_checkpoint_that_only_fsdp_could_open_is_refused() -> None:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, state_dict_type="FULL_STATE_DICT")
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin), distributed_type=DistributedType.FSDP
+    )
+    with pytest.raises(LaunchError, match="FULL_STATE_DICT: only FSDP could open"):
+        configure(accelerator, torch.nn.Linear(2, 2))

@@ -220,6 +220,9 @@ def test_a_card_names_the_hub_only_for_what_is_there(
     assert "config: mnli" in card
     assert "split: validation_matched" in card
     assert "on the validation rows" in card
+    assert 'model=".", truncation=True)' in card
+    card = model_card(["no", "yes"], {"max_seq_length": 96})
+    assert 'model=".", truncation=True, max_length=96)' in card
 
 
 def test_a_refusal_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_ft.config import TrainConfig
+from accel_ft.engine.build import _resolve_batch
 from accel_ft.engine.step import weighted_loss
 from accel_ft.metrics import (
     Classification,
@@ -109,6 +110,17 @@ def test_learning_rate_scaling() -> None:
         k: scaled_learning_rate(config.resolved(lr_scaling=k)) for k in ("none", "linear", "sqrt")
     }
     assert rates == pytest.approx({"none": 1e-4, "linear": 4e-4, "sqrt": 2e-4})
+
+
+def test_a_micro_batch_larger_than_the_update_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Who comes from the Trainer takes per_device_train_batch_size for what decides the batch."""
+    config = TrainConfig(per_device_train_batch_size=64)
+    assert _resolve_batch(config, 2, 1000)[0].global_batch_size == 32
+    assert "To fill them: --global_batch_size 128" in caplog.text
+    caplog.clear()
+    for config in (TrainConfig(), TrainConfig(per_device_train_batch_size=16)):
+        assert _resolve_batch(config, 2, 1000)[1] == 1
+    assert not caplog.text
 
 
 def test_biases_and_norms_are_not_decayed() -> None:

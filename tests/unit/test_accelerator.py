@@ -1,0 +1,65 @@
+"""What accelerate would do on a GPU and must not; no GPU is needed to see it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+from accel_ft.errors import LaunchError
+from accel_ft.model.optim import allocate_state
+from accel_ft.runtime import launch
+
+
+def test_ranks_on_the_cpu_see_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2's mesh and accelerate's barrier would take it all the same."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    launch.make_accelerator()
+    assert launch.os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_float32_stays_float32_when_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = True  # as accelerate does on a GPU
+        monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+        launch.make_accelerator()
+        assert not torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate would put two on one device, and NCCL speak of duplicates."""
+    request = replace(launch.read_request(), source="ddp.yaml", use_cpu=False)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    launch._refuse_impossible(request, has_device=True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(LaunchError, match="2 processes on this machine, which has 1 devices"):
+        launch._refuse_impossible(request, has_device=True)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching", "ignore::FutureWarning")
+def test_moments_can_be_loaded_into_a_new_fsdp1(tmp_path: Path) -> None:
+    """It leaves what an optimizer has no moments for yet out of what it loads, without a word."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/x", rank=0, world_size=1)
+    try:
+        model = FullyShardedDataParallel(
+            nn.Linear(2, 2), use_orig_params=True, device_id=torch.device("cpu")
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            assert not FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+            weights = [p.clone() for p in model.parameters()]
+            allocate_state(optimizer)
+            moments = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+        assert set(moments) == {"weight", "bias"}
+        assert all(state["step"] == 0 for state in moments.values())
+        assert all(map(torch.equal, model.parameters(), weights))
+    finally:
+        dist.destroy_process_group()
