@@ -18,7 +18,7 @@ CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 def test_first_line_is_its_command(path: Path) -> None:
     first = path.read_text().splitlines()[0]
     assert first.startswith(f"# accelerate launch --config_file accelerate_configs/{path.name} ")
-    job = Path(first.split("--config ")[1])
+    job = Path(first.split("--config ")[1].split()[0])
     assert (ROOT / job).is_file()
 
 

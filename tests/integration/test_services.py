@@ -227,7 +227,7 @@ def test_push_to_hub(
     assert exported.data.eval_results == card.data.eval_results
     assert {result.dataset_split for result in exported.data.eval_results} == {"test"}
     for text in (card.content, exported.content):
-        assert 'pipeline("text-classification", model="me/x")' in text
+        assert 'pipeline("text-classification", model="me/x", truncation=True' in text
 
 
 def test_a_hub_that_refuses_is_met_before_the_training(
