@@ -111,7 +111,10 @@ def _close_process_group() -> None:
     """
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
+        try:
+            dist.destroy_process_group()
+        except Exception as error:  # all is done
+            print(f"the process group could not be closed: {first_line(error)}", file=sys.stderr)
 
 
 def leave_last_words(message: str) -> None:

@@ -104,7 +104,10 @@ def _deal_out(accelerator: Accelerator, folder: Path, model: Any, optimizer: Any
     if accelerator.is_main_process:
         weights = load_file(folder / WEIGHTS)
         saved = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
-        name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+        name_of = {
+            id(parameter): name.replace("_fsdp_wrapped_module.", "")  # of FSDP1
+            for name, parameter in model.named_parameters()
+        }
         names = [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
         moments = {
             "state": {names[number]: values for number, values in saved["state"].items()},

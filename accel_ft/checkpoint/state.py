@@ -184,13 +184,13 @@ def load(
     folder: Path,
     trainer_state: dict[str, Any],
     seed: int,
-    devices: list[int | None],
+    devices: list[int],
 ) -> None:
     """Load a verified checkpoint into model, optimizer and random generators. Collective.
 
     Args:
-        devices: each rank's number of its device on its machine, None for the CPU: a GPU's random
-            numbers are saved and restored by it.
+        devices: each rank's number of its device on its machine, by which a GPU's random numbers
+            are saved and restored.
     """
     try:
         convert.load_any(accelerator, folder)

@@ -174,12 +174,13 @@ def _build_model(
     model, drawn = plain_model(config, accelerator.device, splits.label_names, tokenizer)
     if drawn and config.resume_from_checkpoint is None:
         logger.info("not in the pretrained weights, drawn anew: %s", ", ".join(drawn))
-    # The fused one misreads the flag of fp16's overflows: FSDP1's sum over ranks, and one that is
-    # still on its way to offloaded parameters.
-    fused = accelerator.scaler is None or accelerator.distributed_type != DistributedType.FSDP
     optimizer = make_optimizer(
-        model, scaled_learning_rate(config), config.weight_decay, config.layerwise_lr_decay, fused
+        model, scaled_learning_rate(config), config.weight_decay, config.layerwise_lr_decay
     )
+    if accelerator.scaler is not None and accelerator.distributed_type == DistributedType.FSDP:
+        # Its kernel misreads the flag of fp16's overflows: FSDP1's sum over ranks, and one that is
+        # still on its way to offloaded parameters. So the scaler reads it, and leaves the step out.
+        optimizer._step_supports_amp_scaling = False
     scheduler = make_scheduler(config, optimizer, num_steps)
     watch.stage("wrap")
     fsdp.configure(accelerator, model)
@@ -242,11 +243,13 @@ def _resolve_batch(
     else:
         size = config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
         steps = math.ceil(min(size, num_rows) / one_pass)
-        if one_pass > size and "per_device_train_batch_size" in config.model_fields_set:
+        usual = TrainConfig.model_fields["per_device_train_batch_size"].default
+        wanted, needed = config.per_device_train_batch_size, math.ceil(size / num_processes)
+        if wanted > needed and wanted != usual:
             logger.warning(
-                "per_device_train_batch_size=%d is more than %d ranks need for an update of "
-                "global_batch_size=%d samples. To fill them: --global_batch_size %d",
-                config.per_device_train_batch_size, num_processes, size, one_pass,
+                "per_device_train_batch_size=%d: an update of global_batch_size=%d samples takes "
+                "%d on each rank. To fill them, another job: --global_batch_size %d",
+                wanted, size, needed, one_pass,
             )  # fmt: skip
     if size < num_processes:
         raise ConfigError(

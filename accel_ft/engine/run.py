@@ -177,7 +177,7 @@ class Run:
         state.check_same_run(folder, saved["identity"], self.identity, self.config.allow_changed)
         groups = self.scheduler.optimizer.param_groups
         fresh = [{key: group[key] for key in ("initial_lr", "weight_decay")} for group in groups]
-        devices = self.watch.tell(self.accelerator.device.index)
+        devices = self.watch.tell(self.accelerator.device.index or 0)
         state.load(self.accelerator, folder, saved, self.config.seed, devices)
         # What allow_changed lets differ, and a schedule over more updates, hold from here on.
         done, base_lrs = saved["scheduler"]["last_epoch"], self.scheduler.base_lrs
@@ -358,7 +358,7 @@ class Run:
         trainer_state = {name: getattr(self, name) for name in state.RUN_STATE} | {
             "num_processes": self.accelerator.num_processes,
             "device": self.accelerator.device.type,
-            "devices": self.watch.tell(self.accelerator.device.index),
+            "devices": self.watch.tell(self.accelerator.device.index or 0),
             "validation_data": self.splits.validation.fingerprint(),
             "identity": self.identity,
             "scheduler": self.scheduler.state_dict(),

@@ -26,9 +26,8 @@ def make_optimizer(
     learning_rate: float,
     weight_decay: float,
     layer_decay: float | None = None,
-    fused: bool = True,
 ) -> torch.optim.AdamW:
-    """Return an AdamW; vectors (biases, norms) are not decayed.
+    """Return a fused AdamW; vectors (biases, norms) are not decayed.
 
     Args:
         model: whose trainable parameters it takes; the first groups are those of the head.
@@ -36,7 +35,6 @@ def make_optimizer(
         weight_decay: of matrices.
         layer_decay: factor of the learning rate for each layer further down; None for the same rate
             everywhere. Source: Howard and Ruder, arXiv:1801.06146.
-        fused: one kernel for all parameters.
     """
     depth_of = layer_depths(model) if layer_decay is not None else {}
     by_group: dict[tuple[int, bool], list[nn.Parameter]] = {}
@@ -52,7 +50,7 @@ def make_optimizer(
         }
         for depth, is_vector in sorted(by_group)
     ]
-    return torch.optim.AdamW(groups, lr=learning_rate, fused=fused)
+    return torch.optim.AdamW(groups, lr=learning_rate, fused=True)
 
 
 def layer_depths(model: nn.Module) -> dict[str, int]:

@@ -29,6 +29,8 @@ from accel_ft.errors import LaunchError
 from accel_ft.runtime import fsdp
 from accel_ft.runtime.memory import keep_freed_memory
 
+ENVIRONMENT = "the environment"  # where no `accelerate launch` is among the parents
+
 
 @dataclass(frozen=True)
 class Request:
@@ -58,7 +60,7 @@ def read_request() -> Request:
         asked_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or None
         kind = "FSDP" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else "NO"
         return Request(
-            "the environment", int(world_size) if world_size else None, asked_cpu, kind, precision
+            ENVIRONMENT, int(world_size) if world_size else None, asked_cpu, kind, precision
         )
     args = launch_command_parser().parse_args(words)
     default = default_config_file if os.path.isfile(default_config_file) else None
@@ -204,7 +206,7 @@ def _refuse_impossible(request: Request, has_device: bool) -> None:
             "Fix: accelerate_configs/cpu.yaml or cpu_ddp.yaml, or a torch build for your device"
         )
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if not on_cpu and ranks_here > torch.accelerator.device_count():
+    if not on_cpu and asked != ENVIRONMENT and ranks_here > torch.accelerator.device_count():
         raise LaunchError(
             f"{asked}: {ranks_here} processes on this machine, which has "
             f"{torch.accelerator.device_count()} devices. Fix: --num_processes, one a device"

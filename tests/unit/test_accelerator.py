@@ -45,8 +45,8 @@ def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:FSDP is switching", "ignore::FutureWarning")
-def test_moments_can_be_loaded_into_a_new_fsdp1(tmp_path: Path) -> None:
-    """It leaves what an optimizer has no moments for yet out of what it loads, without a word."""
+def test_a_new_fsdp1_has_moments_to_load_into(tmp_path: Path) -> None:
+    """What it has none for yet it leaves out of what it loads, without a word."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/x", rank=0, world_size=1)
     try:
         model = FullyShardedDataParallel(
@@ -63,3 +63,19 @@ def test_moments_can_be_loaded_into_a_new_fsdp1(tmp_path: Path) -> None:
         assert all(map(torch.equal, model.parameters(), weights))
     finally:
         dist.destroy_process_group()
+
+
+def test_the_loss_scaler_leaves_a_fused_step_out_itself() -> None:
+    """Where the kernel must not decide, as `_build_model` says for fp16 under FSDP."""
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    optimizer._step_supports_amp_scaling = False
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for gradient, moves in (torch.inf, False), (1.0, True):
+        before = weight.detach().clone()
+        scaler.scale(weight.sum() * gradient).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert torch.equal(weight, before) is not moves
+        assert getattr(optimizer, "found_inf", None) is None

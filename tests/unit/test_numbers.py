@@ -116,10 +116,13 @@ def test_a_micro_batch_larger_than_the_update_is_told(caplog: pytest.LogCaptureF
     """Who comes from the Trainer takes per_device_train_batch_size for what decides the batch."""
     config = TrainConfig(per_device_train_batch_size=64)
     assert _resolve_batch(config, 2, 1000)[0].global_batch_size == 32
-    assert "To fill them: --global_batch_size 128" in caplog.text
+    assert (
+        "takes 16 on each rank. To fill them, another job: --global_batch_size 128" in caplog.text
+    )
     caplog.clear()
-    for config in (TrainConfig(), TrainConfig(per_device_train_batch_size=16)):
-        assert _resolve_batch(config, 2, 1000)[1] == 1
+    for size, ranks in ((32, 2), (16, 2), (11, 3)):  # the first is what it is when it is not set
+        config = TrainConfig(per_device_train_batch_size=size)
+        assert _resolve_batch(config, ranks, 1000)[1] == 1
     assert not caplog.text
 
 

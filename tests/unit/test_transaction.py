@@ -176,11 +176,11 @@ def test_random_numbers_of_another_kind_of_device(
     for device in ("cpu", "cuda"):
         torch.manual_seed(1)
         with caplog.at_level("INFO", logger="accel_ft"):
-            saved = {"step": 3, "num_processes": 1, "device": device, "devices": [None]}
-            state.load(accelerator, tmp_path, saved, 42, [None])
+            saved = {"step": 3, "num_processes": 1, "device": device, "devices": [0]}
+            state.load(accelerator, tmp_path, saved, 42, [0])
         assert (torch.initial_seed() == 1) == (device == "cpu")
     assert "saved by 1 processes (cuda), resumed by 1 (cpu)" in caplog.text
     assert "saved by 1 processes (cpu)" not in caplog.text
     with caplog.at_level("INFO", logger="accel_ft"):  # a GPU's are saved by its number
-        state.load(accelerator, tmp_path, saved | {"device": "cpu", "devices": [5]}, 42, [None])
+        state.load(accelerator, tmp_path, saved | {"device": "cpu", "devices": [5]}, 42, [0])
     assert "resumed by 1 (cpu), on other devices" in caplog.text
