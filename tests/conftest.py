@@ -13,6 +13,8 @@ from pathlib import Path
 # Before any library reads them: a cache of our own, and no thought of the Hub.
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="accel_ft-tests-")
 os.environ["HF_HUB_OFFLINE"] = "1"
+VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")  # for test_gpu.py
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what needs no GPU runs without one everywhere
 os.environ["OMP_NUM_THREADS"] = "1"  # the model is tiny: more threads only wait for each other
 
 import pytest

@@ -5,13 +5,14 @@ It is found by doing it: train, save, go on; build anew, load, go on; and compar
 
 import random
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from accel_ft.diagnosis.finding import Finding, failed, gather, listed, passed
+from accel_ft.diagnosis.finding import Finding, Verdict, failed, gather, listed, passed
 from accel_ft.diagnosis.replicas import digest
 
 
@@ -125,8 +126,12 @@ def resume(make: Callable[[], Job], folder: Path, steps: int = 3) -> list[Findin
     differing = [key for part in after for key in _differing(after[part], now.get(part, {}))]
     count = sum(map(len, after.values()))
     mend = "see the parts above; where all pass: something is not in `parts`, or not deterministic"
-    findings.append(_part("resume: the next update", differing, count, mend))
-    return findings
+    finding = _part("resume: the next update", differing, count, mend)
+    sound = all(each.verdict == Verdict.PASS for each in findings)
+    if finding.verdict == Verdict.FAIL and sound and torch.accelerator.is_available():
+        # Attention of more than 64 tokens adds up in any order there, backward.
+        finding = replace(finding, verdict=Verdict.WARN)
+    return [*findings, finding]
 
 
 def _part(check: str, differing: list[str], count: int, mend: str) -> Finding:

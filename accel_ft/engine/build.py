@@ -8,6 +8,7 @@ import shutil
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend, set_seed
@@ -15,13 +16,14 @@ from torch import nn
 
 from accel_ft.checkpoint import state, transaction
 from accel_ft.config import TrainConfig, read_settings, run_folder
-from accel_ft.data.loader import Batches, Padding, train_places
+from accel_ft.data.loader import Batches, Padding, collate, train_places
 from accel_ft.data.plan import Plan
 from accel_ft.data.splits import Splits, class_weights, load_splits
 from accel_ft.data.tokenize import tokenizer_fingerprint
 from accel_ft.engine.evaluation import make_eval_loader
 from accel_ft.engine.fitting import largest_micro_batch
 from accel_ft.engine.run import Run
+from accel_ft.engine.step import forward
 from accel_ft.errors import CheckpointError, ConfigError, nearest
 from accel_ft.model import load
 from accel_ft.model.adapters import choose_trained
@@ -86,7 +88,7 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     num_steps = config.updates(plan.steps_per_epoch)
     watch.stage("model")
     model, optimizer, scheduler = _build_model(
-        config, accelerator, watch, splits, tokenizer, num_steps
+        config, accelerator, watch, splits, tokenizer, pad, num_steps
     )
 
     trackers = Trackers(accelerator)
@@ -168,6 +170,7 @@ def _build_model(
     watch: Watch,
     splits: Splits,
     tokenizer: Any,
+    pad: Padding,
     num_steps: int,
 ) -> tuple[Any, Any, Any]:
     """Return model and optimizer, prepared, and the schedule."""
@@ -183,11 +186,21 @@ def _build_model(
         optimizer._step_supports_amp_scaling = False
     scheduler = make_scheduler(config, optimizer, num_steps)
     watch.stage("wrap")
+    is_fsdp1 = accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2
+    if is_fsdp1 and config.lora_r is not None:
+        raise ConfigError(f"lora_r={config.lora_r}: FSDP1 cannot save adapters alone. Fix: FSDP2")
     fsdp.configure(accelerator, model)
     model, optimizer = accelerator.prepare(model, optimizer)
     check_granted(accelerator, model)
     if accelerator.distributed_type == DistributedType.FSDP:
         allocate_state(optimizer.optimizer)
+    if accelerator.num_processes > 2 and fsdp.strategy_of(model) == "DDP":
+        # It cuts the gradients into buckets anew after a first pass, and sums over three ranks and
+        # more depend on them: without one, a run that goes on would add up in another order.
+        filler = collate(splits.train, np.empty(0, np.int64), pad)
+        inputs = {name: value.to(accelerator.device) for name, value in filler.items()}
+        forward(model, inputs).sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.zero_grad()
     set_seed(config.seed, device_specific=True)  # other dropout on every rank
     return model, optimizer, scheduler
 

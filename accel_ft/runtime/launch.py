@@ -216,6 +216,13 @@ def _refuse_impossible(request: Request, has_device: bool) -> None:
             f"{asked} asks for FSDP1 on the CPU, where saving its full state crashes the process. "
             "Fix: fsdp_version: 2 in fsdp_config, as in accelerate_configs/cpu_fsdp2.yaml"
         )
+    eager = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() in ("true", "1")
+    if request.distributed_type == "FSDP" and os.environ.get("FSDP_VERSION") == "2" and eager:
+        raise LaunchError(
+            f"{asked} asks for fsdp_cpu_ram_efficient_loading (accelerate's default), under which "
+            "a new head is trained on rank 0 alone. Fix: fsdp_cpu_ram_efficient_loading: false in "
+            "fsdp_config, as in accelerate_configs/"
+        )
     if request.distributed_type not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP"):
         raise LaunchError(
             f"{asked} asks for distributed_type: {request.distributed_type}, which accel_ft does "

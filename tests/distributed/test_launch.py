@@ -32,6 +32,7 @@ class Refused(NamedTuple):
 
 NO_GPU = "accelerate_configs/{} asks for an accelerator (use_cpu: false), but torch finds none"
 LLAMA = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+LLAMA["fsdp_cpu_ram_efficient_loading"] = False
 LLAMA["fsdp_transformer_layer_cls_to_wrap"] = "LlamaDecoderLayer"
 REFUSED = {
     "MULTI_CPU starts one process": Refused(
@@ -44,6 +45,10 @@ REFUSED = {
     "FSDP1 on the CPU": Refused(
         {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}},
         "asks for FSDP1 on the CPU",
+    ),
+    "weights read by rank 0 alone": Refused(
+        {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}},
+        "asks for fsdp_cpu_ram_efficient_loading (accelerate's default)",
     ),
     "another model's layer": Refused(
         {"distributed_type": "FSDP", "fsdp_config": LLAMA},

@@ -96,19 +96,20 @@ def test_auto_is_what_fits_on_the_rank_with_least_room(seen: dict[int, list[Any]
     assert {ranks: seen[ranks][4] for ranks in seen} == {1: [2], 2: [2] * 2, 4: [2] * 4}
 
 
-def test_resume_on_two_ranks_is_bit_identical(
-    tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path
+@pytest.mark.parametrize(("num_ranks", "steps"), [(2, range(1, 13)), (3, (3, 7))])
+def test_resume_is_bit_identical(
+    tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path, num_ranks: int, steps: Any
 ) -> None:
-    """Dropout, shuffling, 2 accumulation steps, stopped after each of the 12 updates."""
+    """Dropout, shuffling, 2 accumulation steps, stopped after each of the 12 updates. From 3 ranks on the order of a
+    sum matters.
+    """
     words = job_words(tiny_model, rows_file, odd_file, tmp_path)
     words += ["--per_device_train_batch_size", "2"]
     del words[words.index("--output_dir") : words.index("--output_dir") + 2]
-    steps = list(range(1, 13))
-    on_ranks(
-        2, tmp_path, {"do": "resume_everywhere", "words": words, "folder": tmp_path, "steps": steps}
-    )
+    task = {"do": "resume_everywhere", "words": words, "folder": tmp_path, "steps": list(steps)}
+    on_ranks(num_ranks, tmp_path, task)
     receipt = json.loads((tmp_path / "whole" / "receipt.json").read_text())
-    assert (receipt["strategy"]["num_processes"], receipt["accumulation_steps"]) == (2, 2)
+    assert (receipt["strategy"]["num_processes"], receipt["accumulation_steps"]) == (num_ranks, 2)
     whole = run_hash(tmp_path / "whole")
     for step in steps:
         assert run_hash(tmp_path / f"resumed_{step}") == whole, step

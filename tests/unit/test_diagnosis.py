@@ -343,6 +343,27 @@ def test_resume(tmp_path: Path, fault: str) -> None:
         caught(findings[f"resume: {fault}"])
 
 
+def test_a_resume_where_sums_come_in_any_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of a GPU do so: what is loaded is right, and the next update is not the same bits."""
+
+    class Unsteady(Job):
+        def step(self) -> list[int]:
+            ids = super().step()
+            with torch.no_grad():
+                next(iter(self.parts["model"].parameters())).add_(torch.rand(()) * 0 + next(noise))
+            return ids
+
+    for has_gpu, verdict in ((False, "FAIL"), (True, "WARN")):
+        noise = iter(range(1, 99))
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        folder = tmp_path / verdict
+        folder.mkdir()
+        findings = resume.resume(lambda: Unsteady(""), folder)
+        assert [f.verdict for f in findings] == ["PASS"] * (len(findings) - 1) + [verdict]
+
+
 # 10. Learning at all.
 
 

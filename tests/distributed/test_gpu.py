@@ -1,0 +1,88 @@
+"""What only a GPU can show: one GPU is enough. Not run on one yet."""
+
+import json
+import math
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import VISIBLE, job_words, launch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="there is no GPU"),
+    pytest.mark.timeout(900),
+]
+ONE = ("--num_processes", 1)
+STRATEGIES = {
+    "float32": ("gpu.yaml", "--mixed_precision", "no"),
+    "bf16": ("gpu.yaml",),
+    "fp16": ("gpu.yaml", "--mixed_precision", "fp16"),
+    "compiled": ("gpu.yaml", "--mixed_precision", "no", "--dynamo_backend", "inductor"),
+    "ddp": ("ddp.yaml", *ONE),
+    "fsdp1": ("fsdp1.yaml", *ONE),
+    "fsdp2": ("fsdp2.yaml", *ONE),
+    "fsdp2 in fp16": ("fsdp2.yaml", *ONE, "--mixed_precision", "fp16"),
+    "offload": ("fsdp2_offload.yaml", *ONE),
+}
+
+
+def on_gpu(config: str, *words: object, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    visible = {"CUDA_VISIBLE_DEVICES": VISIBLE or "0"}
+    return launch(config, *words, seconds=400, env=visible, **kwargs)
+
+
+def losses(run: Path) -> list[float]:
+    events = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [event["loss"] for event in events if event["event"] == "train"]
+
+
+@pytest.fixture(scope="module")
+def on_cpu(
+    tmp_path_factory: pytest.TempPathFactory, still_model: Path, rows_file: Path, odd_file: Path
+) -> list[float]:
+    """The losses of the same job in float32 on the CPU."""
+    run = tmp_path_factory.mktemp("cpu") / "run"
+    words = job_words(still_model, rows_file, odd_file, run)
+    launch("cpu.yaml", "--mixed_precision", "no", "-m", "accel_ft.train", *words)
+    return losses(run)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_curve_of_the_cpu_and_a_resume(
+    name: str,
+    tmp_path: Path,
+    still_model: Path,
+    rows_file: Path,
+    odd_file: Path,
+    on_cpu: list[float],
+) -> None:
+    """The same losses, as near as the precision allows; a resume goes on along them; all is read back."""
+    config, *options = STRATEGIES[name]
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    words = [*options, "-m", "accel_ft.train"]
+    on_gpu(config, *words, *job_words(still_model, rows_file, odd_file, whole))
+    near = 1e-3 if name in ("float32", "compiled") else 5e-2
+    found = losses(whole)
+    assert all(map(math.isfinite, found))
+    assert found == pytest.approx(on_cpu, rel=near)
+    (again / "checkpoints").mkdir(parents=True)
+    checkpoint = "checkpoints/step_00000005"
+    shutil.copytree(whole / checkpoint, again / checkpoint)
+    job = job_words(still_model, rows_file, odd_file, again)
+    done = on_gpu(config, *words, *job, "--resume_from_checkpoint", "latest")
+    assert "5 of 12 updates done" in done.stdout + done.stderr
+    assert losses(again) == pytest.approx(found[5:], rel=near / 10)
+    done = launch("cpu.yaml", "-m", "accel_ft.evaluate", "--checkpoint", whole / checkpoint)
+    assert "accuracy" in done.stdout
+
+
+@pytest.mark.parametrize("config", ["gpu.yaml", "fsdp2.yaml"])
+def test_the_doctor_finds_nothing(
+    config: str, tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path
+) -> None:
+    job = job_words(tiny_model, rows_file, odd_file, tmp_path / "run")
+    done = on_gpu(config, *ONE, "-m", "accel_ft.doctor", *job)
+    assert "FAIL" not in done.stdout
