@@ -447,7 +447,7 @@ class SearchConfig(Config):
     num_startup_trials: int = Field(5, ge=1)
     """Trials that are never stopped early."""
     parallel_trials: int = Field(1, ge=1)
-    """Trials at the same time."""
+    """Trials at the same time; each has GPUs of its own, as far as they go round."""
 
 
 class PredictConfig(Config):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Lock
 from typing import Any
 
@@ -72,9 +74,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     ended = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
     left = config.num_trials - len(study.get_trials(states=ended))
 
+    shares: SimpleQueue[dict[str, str]] = SimpleQueue()
+    for share in _shares(config.parallel_trials):
+        shares.put(share)
+
     def objective(trial: Any) -> float:
         chosen = {key: _suggest(trial, key, values) for key, values in space.items()}
-        return _run_trial(config, job, trial, chosen)
+        share = shares.get()
+        try:
+            return _run_trial(config, job, trial, chosen, os.environ | share)
+        finally:
+            shares.put(share)
 
     study.optimize(
         objective, n_trials=max(left, 0), n_jobs=config.parallel_trials, catch=(TrialFailed,)
@@ -152,6 +162,22 @@ def _check_known(
                 ) from error
 
 
+def _shares(parallel_trials: int) -> list[dict[str, str]]:
+    """Return what each of the trials at the same time has in its environment: GPUs of its own, as
+    far as they go round.
+    """
+    if parallel_trials == 1:
+        return [{}]
+    import torch
+
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    devices, each = named.split(",")[:count], max(count // parallel_trials, 1)
+    starts = [number * each % max(count, 1) for number in range(parallel_trials)]
+    shares = [",".join(devices[start : start + each]) for start in starts]
+    return [{"CUDA_VISIBLE_DEVICES": share} if share else {} for share in shares]
+
+
 def _suggest(trial: Any, key: str, values: Any) -> Any:
     if isinstance(values, list):
         plain = [",".join(map(str, each)) if isinstance(each, list) else each for each in values]
@@ -161,7 +187,13 @@ def _suggest(trial: Any, key: str, values: Any) -> Any:
     return (trial.suggest_int if whole else trial.suggest_float)(key, **values)
 
 
-def _run_trial(config: SearchConfig, job: TrainConfig, trial: Any, chosen: dict[str, Any]) -> float:
+def _run_trial(
+    config: SearchConfig,
+    job: TrainConfig,
+    trial: Any,
+    chosen: dict[str, Any],
+    environment: dict[str, str],
+) -> float:
     """Train with the chosen settings; return the metric of the model that the run ends with.
 
     Raises:
@@ -182,7 +214,7 @@ def _run_trial(config: SearchConfig, job: TrainConfig, trial: Any, chosen: dict[
     command += ["-m", "accel_ft.train", "--config", str(folder / "job.yaml")]
     pruned = False
     with at_work[name], (folder / "log").open("a") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
             told: list[float] = []
             running = True

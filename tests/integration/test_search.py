@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import job_words
 
-from accel_ft import train
+from accel_ft import search, train
 from accel_ft.config import TrainConfig, checked, read_settings
 from accel_ft.errors import ConfigError
 
@@ -54,6 +54,19 @@ def test_search(tiny_model: Path, rows_file: Path, odd_file: Path, tmp_path: Pat
     assert len(study.trials) == 3
     assert best["push_to_hub"] is True
     train.main(["--config", str(tmp_path / "search/best.yaml"), "--push_to_hub", "false"])
+
+
+def test_trials_at_the_same_time_have_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shares(parallel_trials: int, num_gpus: int, visible: str = "") -> list[str | None]:
+        monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        return [share.get("CUDA_VISIBLE_DEVICES") for share in search._shares(parallel_trials)]
+
+    assert shares(1, 8) == [None]
+    assert shares(2, 0) == [None, None]
+    assert shares(4, 8) == ["0,1", "2,3", "4,5", "6,7"]
+    assert shares(3, 2) == ["0", "1", "0"]
+    assert shares(2, 2, "5,7") == ["5", "7"]
 
 
 STAND_IN = """
