@@ -180,10 +180,7 @@ def _build_model(
     optimizer = make_optimizer(
         model, scaled_learning_rate(config), config.weight_decay, config.layerwise_lr_decay
     )
-    if accelerator.scaler is not None and accelerator.distributed_type == DistributedType.FSDP:
-        # Its kernel misreads the flag of fp16's overflows: FSDP1's sum over ranks, and one that is
-        # still on its way to offloaded parameters. So the scaler reads it, and leaves the step out.
-        optimizer._step_supports_amp_scaling = False
+    fsdp.leave_overflows_to_the_scaler(accelerator, optimizer)
     scheduler = make_scheduler(config, optimizer, num_steps)
     watch.stage("wrap")
     is_fsdp1 = accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2

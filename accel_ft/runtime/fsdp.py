@@ -57,6 +57,14 @@ def configure(accelerator: Accelerator, model: nn.Module) -> None:
         plugin.mixed_precision_policy = policy
 
 
+def leave_overflows_to_the_scaler(accelerator: Accelerator, optimizer: Any) -> None:
+    """Have fp16's loss scaler leave a step out itself, under FSDP: AdamW's fused kernel misreads
+    the flag, FSDP1's sum over ranks and one that is still on its way to offloaded parameters.
+    """
+    if accelerator.scaler is not None and accelerator.distributed_type == DistributedType.FSDP:
+        optimizer._step_supports_amp_scaling = False
+
+
 def layer_classes(model: nn.Module) -> list[str]:
     """Return the class names of the model's repeated layers: of the ModuleLists of one class each,
     those that stand in no other, largest first, as long as they are of a like size.

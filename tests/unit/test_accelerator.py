@@ -2,16 +2,18 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 from accel_ft.errors import LaunchError
 from accel_ft.model.optim import allocate_state
-from accel_ft.runtime import launch
+from accel_ft.runtime import fsdp, launch
 
 
 def test_ranks_on_the_cpu_see_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,12 +67,16 @@ def test_a_new_fsdp1_has_moments_to_load_into(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-def test_the_loss_scaler_leaves_a_fused_step_out_itself() -> None:
-    """Where the kernel must not decide, as `_build_model` says for fp16 under FSDP."""
+@pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.MULTI_GPU])
+def test_who_leaves_an_overflowed_step_out(kind: DistributedType) -> None:
+    """Under FSDP the scaler, which makes no step then; elsewhere the fused kernel, which is told."""
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
-    optimizer._step_supports_amp_scaling = False
+    told: list[bool] = []
+    optimizer.register_step_pre_hook(lambda it, *_: told.append(hasattr(it, "found_inf")))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    accelerator = SimpleNamespace(scaler=scaler, distributed_type=kind)
+    fsdp.leave_overflows_to_the_scaler(accelerator, optimizer)
     for gradient, moves in (torch.inf, False), (1.0, True):
         before = weight.detach().clone()
         scaler.scale(weight.sum() * gradient).backward()
@@ -78,4 +84,4 @@ def test_the_loss_scaler_leaves_a_fused_step_out_itself() -> None:
         scaler.update()
         optimizer.zero_grad()
         assert torch.equal(weight, before) is not moves
-        assert getattr(optimizer, "found_inf", None) is None
+    assert told == ([False] if kind == DistributedType.FSDP else [True, True])
