@@ -202,7 +202,7 @@ def _disk(run: Run, config: TrainConfig) -> Finding:
     assert run.config.global_batch_size is not None
     rows = min(len(run.splits.train.store), config.max_train_samples or sys.maxsize)
     per_epoch = math.ceil(rows / run.config.global_batch_size)
-    wanted = checkpoint_bytes(run.model, config, config.updates(per_epoch), per_epoch)
+    wanted = checkpoint_bytes(run, config, config.updates(per_epoch), per_epoch)
     return machine.disk(config.output_dir, wanted)
 
 
@@ -239,10 +239,9 @@ def _places(batch: Batch) -> list[int]:
 
 def _has_room(run: Run) -> bool:
     """Whether every rank can hold the whole model, gradients and moments once more."""
-    weights = sum(4 * p.numel() for p in run.model.parameters())
     device = run.accelerator.device
     held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    return bool(min(gather(device_bytes(device) - held)) > 5 * weights)
+    return bool(min(gather(device_bytes(device) - held)) > 5 * 4 * run.num_parameters)
 
 
 def _on_a_plain_model(run: Run) -> Iterator[Finding]:
@@ -264,29 +263,32 @@ def _on_a_plain_model(run: Run) -> Iterator[Finding]:
     yield replicas.used_parameters(model, loss)
     yield strides.gradient_strides(model, loss)
     yield tensors.in_place(model, loss)
-    whole = _batch(run, run.plan.global_batch(0))
-    weight = run.global_weight(0)
+    # At once it may not fit: cut in another way, a sum that depends on the cut differs too.
+    places, count, weight = run.plan.global_batch(0), len(micro_batches), run.global_weight(0)
+    cut_otherwise = [_batch(run, places[start::count]) for start in range(count)]
 
-    def accumulated() -> None:
-        for batch in micro_batches:
-            torch.autograd.backward(_loss(run, model, batch) / weight)
-
-    def at_once() -> None:
-        torch.autograd.backward(_loss(run, model, whole) / weight)
+    def backward(batches: list[Batch]) -> float:
+        losses = []
+        for batch in batches:
+            loss = _loss(run, model, batch) / weight
+            torch.autograd.backward(loss)
+            losses.append(loss.item())
+        return sum(losses)
 
     if accelerator.mixed_precision == "fp16":
         yield skipped("accumulated gradient", FP16)
     else:
         tolerance = TOLERANCE[accelerator.mixed_precision]
-        yield accumulation.accumulated_gradient(model, accumulated, at_once, tolerance)
-    first = _loss(run, model, whole) / weight
-    torch.autograd.backward(first)
+        yield accumulation.accumulated_gradient(
+            model, lambda: backward(micro_batches), lambda: backward(cut_otherwise), tolerance
+        )
+    first = backward(cut_otherwise)
     if run.config.problem_type == "regression":
         yield skipped("initial loss", "nothing is known of a regression's")
     else:  # a label of several is there or not
         several = run.config.problem_type == "multi_label_classification"
         num_labels = 2 if several else len(run.splits.label_names)
-        yield learning.initial_loss(first.item(), num_labels, bool(drawn))
+        yield learning.initial_loss(first, num_labels, bool(drawn))
     yield learning.gradient_norms(model)
     model.zero_grad()
     yield _loader_speed(run, model)

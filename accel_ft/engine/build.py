@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend, set_seed
-from torch import nn
 
 from accel_ft.checkpoint import state, transaction
 from accel_ft.config import TrainConfig, read_settings, run_folder
@@ -87,10 +86,9 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     plan = Plan(len(splits.train), config.global_batch_size, config.seed, splits.train.lengths)
     num_steps = config.updates(plan.steps_per_epoch)
     watch.stage("model")
-    model, optimizer, scheduler = _build_model(
+    model, counts, optimizer, scheduler = _build_model(
         config, accelerator, watch, splits, tokenizer, pad, num_steps
     )
-
     trackers = Trackers(accelerator)
 
     def eval_loader(split: Any) -> Any:
@@ -114,6 +112,8 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
         test_loader=None if splits.test is None else eval_loader(splits.test),
         splits=splits,
         plan=plan,
+        num_parameters=sum(counts),
+        num_trained=counts[True],
         num_steps=num_steps,
         accumulation_steps=accumulation_steps,
         identity={
@@ -172,11 +172,16 @@ def _build_model(
     tokenizer: Any,
     pad: Padding,
     num_steps: int,
-) -> tuple[Any, Any, Any]:
-    """Return model and optimizer, prepared, and the schedule."""
+) -> tuple[Any, list[int], Any, Any]:
+    """Return the model, prepared, how many of its parameters are frozen and trained, the optimizer,
+    prepared, and the schedule.
+    """
     model, drawn = plain_model(config, accelerator.device, splits.label_names, tokenizer)
     if drawn and config.resume_from_checkpoint is None:
         logger.info("not in the pretrained weights, drawn anew: %s", ", ".join(drawn))
+    counts = [0, 0]
+    for parameter in model.parameters():  # now: of FSDP1's, each rank sees a share only
+        counts[parameter.requires_grad] += parameter.numel()
     optimizer = make_optimizer(
         model, scaled_learning_rate(config), config.weight_decay, config.layerwise_lr_decay
     )
@@ -199,7 +204,7 @@ def _build_model(
         forward(model, inputs).sum().backward()  # type: ignore[no-untyped-call]
         optimizer.zero_grad()
     set_seed(config.seed, device_specific=True)  # other dropout on every rank
-    return model, optimizer, scheduler
+    return model, counts, optimizer, scheduler
 
 
 def _fitted(
@@ -340,7 +345,7 @@ def _check_space(run: Run) -> None:
     """
     there = len(transaction.list_published(run.checkpoints))
     updates, per_epoch = run.num_steps - run.step, run.plan.steps_per_epoch
-    wanted = checkpoint_bytes(run.model, run.config, updates, per_epoch, there)
+    wanted = checkpoint_bytes(run, run.config, updates, per_epoch, there)
     free = shutil.disk_usage(run.output_dir).free
     if free < wanted:
         raise CheckpointError(
@@ -351,11 +356,13 @@ def _check_space(run: Run) -> None:
 
 
 def checkpoint_bytes(
-    model: nn.Module, config: TrainConfig, updates: int, steps_per_epoch: int, there: int = 0
+    run: Run, config: TrainConfig, updates: int, steps_per_epoch: int, there: int = 0
 ) -> int:
     """Return the bytes of all checkpoints that will be there at once, and of the final model.
 
     Args:
+        run: whose model it is.
+        config: of the job; the doctor's runs are shorter.
         updates: that are left.
         there: checkpoints that are there already.
     """
@@ -365,8 +372,7 @@ def checkpoint_bytes(
     if config.save_total_limit is not None:  # one more while the newest is written
         at_once = config.save_total_limit + 1 + config.load_best_model_at_end
         saves = max(min(saves, at_once - there), 0)
-    weights = sum(4 * parameter.numel() for parameter in model.parameters())
-    trained = sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
+    weights, trained = 4 * run.num_parameters, 4 * run.num_trained
     saved = 2 * trained + (weights if config.lora_r is None else trained)
     return saved * saves + weights
 

@@ -52,6 +52,9 @@ class Run:
     test_loader: Any | None
     splits: Splits
     plan: Plan
+    num_parameters: int
+    num_trained: int
+    """Of the parameters, over all ranks."""
     num_steps: int
     accumulation_steps: int
     identity: dict[str, Any]

@@ -25,7 +25,8 @@ class Need:
         parameters, gradients, moments: of the trainable and frozen parameters.
         per_row: of activations, for a row of the longest length.
         fixed: of activations, however many rows (weights in the precision of autocast).
-        largest_layer: bytes of the largest module's parameters, gathered while it works.
+        gathered: of parameters that FSDP holds whole while they work: two layers, and what is in
+            none, such as embeddings.
     """
 
     parameters: int
@@ -33,7 +34,7 @@ class Need:
     moments: int
     per_row: int
     fixed: int
-    largest_layer: int
+    gathered: int
 
     def on_rank(self, strategy: str, num_ranks: int, rows: int) -> int:
         """Return the bytes a rank needs on its device.
@@ -46,9 +47,9 @@ class Need:
         activations = self.fixed + self.per_row * rows
         states = self.parameters + self.gradients + self.moments
         if strategy == "offload":
-            return 2 * self.largest_layer + activations
+            return self.gathered + activations
         if strategy == "fsdp":
-            return states // num_ranks + 2 * self.largest_layer + activations
+            return states // num_ranks + self.gathered + activations
         return states + activations
 
 
@@ -79,12 +80,10 @@ def need(model: nn.Module, loss: Callable[[int], torch.Tensor], rows: int) -> Ne
         rows: of the larger one, at least 2.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
-    layers = [
-        sum(p.nbytes for p in child.parameters())
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList)
-        for child in module
-    ]
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    inside = {module for layers in lists for layer in layers for module in layer.modules()}
+    outermost = [layer for layers in lists if layers not in inside for layer in layers]
+    layers = [sum(p.nbytes for p in layer.parameters()) for layer in outermost]
     parameters = sum(p.nbytes for p in model.parameters())
 
     def measure() -> tuple[int, int]:
@@ -100,15 +99,14 @@ def need(model: nn.Module, loss: Callable[[int], torch.Tensor], rows: int) -> Ne
         whole, _ = measure()
         for module in checkpointed:
             module.gradient_checkpointing = True  # type: ignore[assignment]
-        lists = [len(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
-        per_row += whole // max(lists, default=1)
+        per_row += whole // max(map(len, lists), default=1)
     return Need(
         parameters=parameters,
         gradients=sum(p.nbytes for p in trainable),
         moments=sum(8 * p.numel() for p in trainable),  # AdamW's two, in float32
         per_row=int(AT_WORK * per_row),
         fixed=fixed,
-        largest_layer=max(layers, default=parameters),
+        gathered=parameters - sum(layers) + 2 * max(layers, default=0),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch.distributed import is_nccl_available
 
 import accel_ft
 from accel_ft.runtime.files import write_whole
@@ -42,10 +43,13 @@ def write_receipt(path: Path, accelerator: Accelerator, about_run: dict[str, Any
         "compile": accelerator.state.dynamo_plugin.backend.value,
     }
     device = accelerator.device
+    nccl = torch.cuda.nccl.version() if is_nccl_available() else None  # type: ignore[no-untyped-call]
     machine = {
         "system": platform.platform(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        "nccl": nccl and ".".join(map(str, nccl)),
         "threads": torch.get_num_threads(),
     }
     now = datetime.now(UTC).isoformat(timespec="seconds")

@@ -35,6 +35,19 @@ def test_float32_stays_float32_when_it_is_compiled(monkeypatch: pytest.MonkeyPat
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
+def test_compile_does_not_go_on_in_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it has compiled a function too often, dynamo would leave it as it is, with a warning."""
+    monkeypatch.setattr(launch, "COMPILATIONS", 2)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
+        launch.make_accelerator()
+        scaled = torch.compile(lambda x, factor: x * len(factor), backend="eager", dynamic=False)
+        for count in (1, 2):
+            scaled(torch.ones(1), [0] * count)
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            scaled(torch.ones(1), [0] * 3)
+
+
 def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """accelerate would put two on one device, and NCCL speak of duplicates."""
     request = replace(launch.read_request(), source="ddp.yaml", use_cpu=False)

@@ -451,6 +451,9 @@ def test_checkpointing_keeps_less_and_nothing_fixed() -> None:
         return model(torch.ones(rows, 16, dtype=torch.int64)).logits.sum()
 
     plain = memory.need(model, loss, 4)
+    layer = sum(p.nbytes for p in model.bert.encoder.layer[0].parameters())
+    num_layers = len(model.bert.encoder.layer)
+    assert plain.gathered == plain.parameters + (2 - num_layers) * layer  # embeddings and head too
     model.activation_checkpointing_enable()
     saving = memory.need(model, loss, 4)
     assert saving.per_row < plain.per_row / 2
@@ -458,7 +461,7 @@ def test_checkpointing_keeps_less_and_nothing_fixed() -> None:
 
 
 def test_will_it_fit() -> None:
-    wanted = memory.Need(400, 400, 800, per_row=100, fixed=0, largest_layer=50)
+    wanted = memory.Need(400, 400, 800, per_row=100, fixed=0, gathered=100)
     well(fit.will_it_fit(wanted, "ddp", 2, capacity=4000, rows=8))
     finding = fit.will_it_fit(wanted, "ddp", 2, capacity=2000, rows=8)
     caught(finding, "largest micro-batch 2")
