@@ -10,7 +10,6 @@ import math
 import os
 import re
 import sys
-import types
 import typing
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -108,7 +107,7 @@ class Config(BaseModel):
     def _read_path(cls, value: Any, info: ValidationInfo) -> Any:
         """`~` is the home folder; an empty variable of the shell is no folder."""
         key = str(info.field_name)
-        is_path = Path in _kinds(cls.model_fields[key].annotation)
+        is_path = "FILE" in type_name(cls.model_fields[key].annotation).split("|")
         if not isinstance(value, str) or not (is_path or key in MAYBE_PATHS):
             return value
         if value == "" and is_path:
@@ -119,13 +118,14 @@ class Config(BaseModel):
         """Yield what is wrong between keys, or on disk."""
         yield from ()
 
+    def _fault(self, words: str, *keys: str) -> Fault:
+        """A fault of `keys`, told with the value of the first one."""
+        return keys, f"{keys[0]}={getattr(self, keys[0])}: {words}"
+
     def _either(self, one: str, other: str, fix: str = "keep one of the two") -> Iterator[Fault]:
-        values = getattr(self, one), getattr(self, other)
-        if None not in values:
-            yield (
-                (one, other),
-                f"{one}={values[0]}: given together with {other}={values[1]}. Fix: {fix}",
-            )
+        if getattr(self, one) is not None and getattr(self, other) is not None:
+            words = f"given together with {other}={getattr(self, other)}. Fix: {fix}"
+            yield self._fault(words, one, other)
 
     def resolved(self, **changes: Any) -> Self:
         """Return a copy with `changes`."""
@@ -181,15 +181,16 @@ class DataConfig(Config):
         yield from super().rules()
         for key in ("train_file", "validation_file", "test_file"):
             path: Path | None = getattr(self, key)
-            if path is not None:
-                yield from _file_faults(key, path)
+            if path is not None and not path.is_file():
+                found = "it is a folder" if path.is_dir() else "there is no such file"
+                siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+                yield self._fault(f"{found}.{nearest(path.name, siblings, 0.8)}", key)
+            elif path is not None and path.suffix.lower() not in DATA_FILE_SUFFIXES:
+                yield self._fault(f"unknown format. Allowed: {', '.join(DATA_FILE_SUFFIXES)}", key)
         yield from self._either("dataset_name", "train_file")
         for key in ("dataset_config_name", *sorted(SPLIT_KEYS)):
             if getattr(self, key) is not None and self.dataset_name is None:
-                yield (
-                    (key, "dataset_name"),
-                    f"{key}={getattr(self, key)}: given without dataset_name",
-                )
+                yield self._fault("given without dataset_name", key, "dataset_name")
         for split in ("validation", "test"):
             yield from self._either(f"{split}_file", f"{split}_split_name")
         named = [self.train_split_name or "train", self.validation_split_name, self.test_split_name]
@@ -281,7 +282,7 @@ class TrainConfig(HubConfig, DataConfig):
     """Multiply the learning rate by this for each layer further down from the head."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, a third more time."""
-    seed: int = Field(42, ge=0, lt=2**32)
+    seed: int = Field(42, ge=0, lt=2**31)
     """Seed of the new head, the sample order and dropout."""
     logging_steps: int = Field(20, ge=1)
     """Updates between train events in metrics.jsonl."""
@@ -371,30 +372,21 @@ class TrainConfig(HubConfig, DataConfig):
         of_one = () if is_regression else ("per_class.LABEL.f1 (precision, recall)",)
         if wanted not in METRICS[self.problem_type] and (is_regression or self.best_label is None):
             allowed = ", ".join((*METRICS[self.problem_type], *of_one))
-            yield (
-                ("metric_for_best_model", "problem_type"),
-                f"metric_for_best_model={wanted}: no metric of {self.problem_type}. "
-                f"Allowed: {allowed}",
-            )
+            words = f"no metric of {self.problem_type}. Allowed: {allowed}"
+            yield self._fault(words, "metric_for_best_model", "problem_type")
         for key in ("class_weights", "oversampling", "label_smoothing_factor"):
             if getattr(self, key) and self.problem_type != "single_label_classification":
-                yield (
-                    (key, "problem_type"),
-                    f"{key}={getattr(self, key)}: is for single_label_classification only, not "
-                    f"problem_type={self.problem_type}",
-                )
+                words = f"is for single_label_classification only, not {self.problem_type}"
+                yield self._fault(words, key, "problem_type")
         if self.output_dir.is_file():
-            yield ("output_dir",), f"output_dir={self.output_dir}: is a file. Fix: another name"
+            yield self._fault("is a file. Fix: another name", "output_dir")
         yield from self._either("freeze", "lora_r")
         yield from self._either("oversampling", "class_weights")
         has_rows = self.train_file is not None or self.dataset_name is not None
         for key in ("validation_file", "test_file"):
             if getattr(self, key) is not None and not has_rows:
-                yield (
-                    (key, "train_file", "dataset_name"),
-                    f"{key}={getattr(self, key)}: given without training rows. Fix: add "
-                    "train_file or dataset_name",
-                )
+                words = "given without training rows. Fix: add train_file or dataset_name"
+                yield self._fault(words, key, "train_file", "dataset_name")
 
 
 with warnings.catch_warnings():
@@ -489,18 +481,9 @@ class PredictConfig(Config):
             )
         path = Path(str(self.input))  # may be a pipe: <(command)
         if self.input not in (None, "-") and (path.is_dir() or not path.exists()):
-            yield ("input",), f"input={self.input}: there is no such file"
+            yield self._fault("there is no such file", "input")
         elif self.input not in (None, "-") and Path(self.output).resolve() == path.resolve():
-            yield ("output",), f"output={self.output}: is the input. Fix: another file"
-
-
-def _file_faults(key: str, path: Path) -> Iterator[Fault]:
-    if not path.is_file():
-        found = "it is a folder" if path.is_dir() else "there is no such file"
-        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        yield (key,), f"{key}={path}: {found}.{nearest(path.name, siblings, 0.8)}"
-    elif path.suffix.lower() not in DATA_FILE_SUFFIXES:
-        yield (key,), f"{key}={path}: unknown format. Allowed: {', '.join(DATA_FILE_SUFFIXES)}"
+            yield self._fault("is the input. Fix: another file", "output")
 
 
 def parse(
@@ -576,7 +559,11 @@ def checked(
     }
     values, origin = taken | values, dict.fromkeys(taken, " (of the run)") | origin
     for key, value in values.items():
-        if key in fields and isinstance(value, bool) and bool not in _kinds(fields[key].annotation):
+        if (
+            key in fields
+            and isinstance(value, bool)
+            and type_name(fields[key].annotation) != "BOOL"
+        ):
             faulty.add(key)
             where = origin.get(key, "")
             found = str(value).lower() if where else "no value"
@@ -704,23 +691,13 @@ def type_name(kind: Any) -> str:
     return {"Path": "FILE", "str": "TEXT"}.get(kind.__name__, str(kind.__name__).upper())
 
 
-def _kinds(annotation: Any) -> tuple[Any, ...]:
-    """What a key's value can be: the parts of a union, or the one type."""
-    union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
-    kinds = typing.get_args(annotation) if union else (annotation,)
-    return tuple(
-        getattr(kind, "__origin__", kind) if hasattr(kind, "__metadata__") else kind
-        for kind in kinds
-    )
-
-
 def _from_text(key: str, field: FieldInfo, value: Any) -> Any:
     """A command-line word; `none` and `null` mean None where the key allows it."""
     if isinstance(value, list):
         value = ",".join(value) or True  # True: there is none
     is_none = isinstance(value, str) and value.lower() in ("none", "null")
     is_none = is_none and key not in ("text", "text_pair")  # a text is what it is
-    return None if is_none and type(None) in _kinds(field.annotation) else value
+    return None if is_none and type(None) in typing.get_args(field.annotation) else value
 
 
 def _read_yaml(path: Path) -> Iterator[tuple[str, Any, int]]:

@@ -54,14 +54,13 @@ def export(
     from accel_ft.checkpoint import convert, state, transaction
     from accel_ft.checkpoint.open import load_whole, model_folder
     from accel_ft.model.adapters import read_adapters
-    from accel_ft.model.load import classifier_labels, load_parts, resolve
+    from accel_ft.model.load import load_parts, resolve
     from accel_ft.reporting.record import results
     from accel_ft.runtime.card import model_card
     from accel_ft.runtime.logging import read_events
 
     folder = resolve(model_folder(checkpoint), "checkpoint")
-    model_config, tokenizer = load_parts(folder)
-    names = classifier_labels(folder, model_config)
+    model_config, tokenizer, names = load_parts(folder)
     with transaction.writing(output) as staging:
         parts = convert.is_sharded(Path(folder)) or (Path(folder) / convert.WEIGHTS).is_file()
         if read_adapters(Path(folder)) is not None or not parts:

@@ -31,7 +31,7 @@ import yaml
 
 from accel_ft.config import SearchConfig, TrainConfig, checked, parse, read_settings, type_name
 from accel_ft.errors import ConfigError, first_line, nearest, require, run_command
-from accel_ft.runtime.files import write_whole
+from accel_ft.runtime.files import locked, write_whole
 from accel_ft.runtime.logging import read_events
 
 POLL_SECONDS = 0.2
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     left = config.num_trials - len(study.get_trials(states=ended))
 
     shares: SimpleQueue[dict[str, str]] = SimpleQueue()
-    for share in _shares(config.parallel_trials):
+    for share in _shares(config):
         shares.put(share)
 
     def objective(trial: Any) -> float:
@@ -162,17 +162,33 @@ def _check_known(
                 ) from error
 
 
-def _shares(parallel_trials: int) -> list[dict[str, str]]:
+def _shares(config: SearchConfig) -> list[dict[str, str]]:
     """Return what each of the trials at the same time has in its environment: GPUs of its own, as
     far as they go round.
+
+    Raises:
+        ConfigError: the strategy's YAML names other GPUs, or more processes than a trial has GPUs.
     """
+    parallel_trials = config.parallel_trials
     if parallel_trials == 1:
         return [{}]
     import torch
 
-    count = torch.cuda.device_count()
+    strategy = read_settings(config.config_file) if config.config_file is not None else {}
+    count = 0 if strategy.get("use_cpu") else torch.cuda.device_count()
     named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     devices, each = named.split(",")[:count], max(count // parallel_trials, 1)
+    processes, gpu_ids = strategy.get("num_processes") or 1, strategy.get("gpu_ids") or "all"
+    if count and gpu_ids != "all":
+        raise ConfigError(
+            f"config_file={config.config_file}: its gpu_ids={gpu_ids} would put all trials at the "
+            "same time on these. Fix: leave it out, CUDA_VISIBLE_DEVICES says which"
+        )
+    if count and processes > each:
+        raise ConfigError(
+            f"parallel_trials={parallel_trials}: each has {each} of {count} GPUs, and "
+            f"{config.config_file} starts {processes} processes. Fix: fewer at the same time"
+        )
     starts = [number * each % max(count, 1) for number in range(parallel_trials)]
     shares = [",".join(devices[start : start + each]) for start in starts]
     return [{"CUDA_VISIBLE_DEVICES": share} if share else {} for share in shares]
@@ -231,6 +247,8 @@ def _run_trial(
             if process.poll() is None:
                 process.terminate()
                 process.wait()
+            with locked(folder, folder / "ranks" / "lock"):  # a launcher of one rank ends before it
+                pass
     print(
         f"{folder.name}: {chosen}: {told[-1] if told else None}{' (stopped)' * pruned}", flush=True
     )

@@ -82,7 +82,8 @@ def fit(config: TrainConfig) -> None:
                 run.close()
                 run.trackers.finish()
         events = list(read_events(run.events.path)) if is_main else []
-        if is_main and not (config.output_dir / "model" / "README.md").is_file():
+        model = config.output_dir / "model"
+        if is_main and model.is_dir() and not (model / "README.md").is_file():
             _describe(config, run.splits.label_names, events)
         watch.wait()
     if is_main:
@@ -141,6 +142,12 @@ def _say_farewell(config: TrainConfig, events: list[dict[str, Any]]) -> None:
         if event["event"] == "test":
             print(f"{metric} on the test rows: {event[f'test_{metric}']:.4f}")
     model, report = config.output_dir / "model", config.output_dir / "report.html"
+    if not model.is_dir():
+        logger.warning(
+            "%s is gone; accel_ft.export --checkpoint %s --output %s makes it from the newest "
+            "checkpoint", model, config.output_dir, model,
+        )  # fmt: skip
+        return
     print(f"model: {model}")
     if report.exists():
         print(f"report: {report}")

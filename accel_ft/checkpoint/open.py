@@ -70,8 +70,7 @@ def open_classifier(checkpoint: str, device: torch.device) -> Classifier:
         ConfigError, CheckpointError: where it cannot be had, is damaged or is no classifier.
     """
     folder = load.resolve(model_folder(checkpoint), "checkpoint")
-    config, tokenizer = load.load_parts(folder)
-    names = load.classifier_labels(folder, config)
+    config, tokenizer, names = load.load_parts(folder)
     model = load_whole(folder, config).to(device).eval()
     return Classifier(folder, model, tokenizer, names, load.position_limit(config, tokenizer))
 

@@ -13,10 +13,8 @@ sealed. A machine that went down does: what was sealed before its last start is 
 """
 
 import contextlib
-import hashlib
 import json
 import logging
-import os
 import re
 import secrets
 import shutil
@@ -26,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_ft.errors import CheckpointError
+from accel_ft.runtime.files import fsync, sha256
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ def make_root(root: Path) -> None:
     """Make the folder of checkpoints, on the disk too."""
     root.mkdir(parents=True, exist_ok=True)
     for folder in (root, root.parent, root.parent.parent):
-        _fsync(folder)
+        fsync(folder)
 
 
 def start(final: Path) -> Path:
@@ -112,11 +111,11 @@ def publish(final: Path, with_manifest: bool = True) -> None:
         entries = {path.relative_to(staging).as_posix(): _entry(path) for path in _files(staging)}
         (staging / MANIFEST).write_text(_manifest(entries), encoding="utf-8")
     for path in [*_files(staging), *(p for p in staging.rglob("*") if p.is_dir()), staging]:
-        _fsync(path)
+        fsync(path)
     if final.exists():  # a damaged one that a resume passed over, or an older final model
         remove(final)
     staging.rename(final)
-    _fsync(final.parent)
+    fsync(final.parent)
 
 
 def verify(folder: Path) -> None:
@@ -193,14 +192,4 @@ def _files(folder: Path) -> list[Path]:
 def _entry(path: Path) -> dict[str, int | str]:
     if path.is_symlink():
         raise CheckpointError(f"{path}: is a symbolic link; a checkpoint holds plain files only")
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest}
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}

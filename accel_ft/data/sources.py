@@ -240,13 +240,14 @@ def _read_parquet(path: str) -> Iterator[Record]:
         raise DataError(f"{path}: cannot be read as parquet ({error})") from error
 
 
-def hub_sources(config: DataConfig, name: str) -> dict[str, Source]:
+def hub_sources(config: DataConfig, name: str, needs_train: bool = True) -> dict[str, Source]:
     """Open a Hub data set (or a folder `datasets` can read): its train, validation and test splits,
     if it has them.
 
     Args:
         config: its configuration and columns.
         name: of the data set.
+        needs_train: whether it will not do without training rows.
 
     Raises:
         ConfigError: where it cannot be had.
@@ -283,7 +284,7 @@ def hub_sources(config: DataConfig, name: str) -> dict[str, Source]:
                 rows = rows.select(labelled)
         if len(rows):
             sources[split] = _hub_source(f"{name}, split {wanted or split}", rows, label_column)
-        elif wanted is not None or split == "train":
+        elif wanted is not None or (split == "train" and needs_train):
             raise ConfigError(
                 f"dataset_name={name}: has no split `{wanted or split}` with labels, only "
                 + ", ".join(map(str, loaded))

@@ -71,7 +71,7 @@ class Split:
 
     def labels(self, places: Ids) -> NDArray[Any]:
         """Label ids, int64 [k]; of several, float32 [k, C]; of a regression, float32 [k]."""
-        labels: NDArray[Any] = self.targets[self.store.label_codes(self.ids(places))]
+        labels: NDArray[Any] = self.targets[self.store.label_codes[self.ids(places)]]
         return labels
 
     def weights(self, places: Ids) -> NDArray[np.float64]:
@@ -83,7 +83,7 @@ class Split:
 
     def text_hashes(self, places: Ids) -> NDArray[np.uint64]:
         """Hashes of the texts, uint64 [k]."""
-        return self.store.text_hashes(self.ids(places))
+        return self.store.text_hashes[self.ids(places)]
 
     def tokens(self, places: Ids) -> list[NDArray[np.int32]]:
         """Token ids of each, int32 [T_i]."""
@@ -106,7 +106,7 @@ class Splits:
     sources: dict[str, Source]
 
 
-def open_sources(config: DataConfig) -> dict[str, Source]:
+def open_sources(config: DataConfig, needs_train: bool = True) -> dict[str, Source]:
     """Find the rows of each split that is given: keys among train, validation, test."""
     named = {
         "train": config.train_file,
@@ -115,7 +115,7 @@ def open_sources(config: DataConfig) -> dict[str, Source]:
     }
     files = {split: file_source(path) for split, path in named.items() if path is not None}
     if config.train_file is None and (config.dataset_name is not None or not files):
-        return hub_sources(config, config.dataset_name or DEFAULT_DATASET) | files
+        return hub_sources(config, config.dataset_name or DEFAULT_DATASET, needs_train) | files
     return files
 
 
@@ -221,7 +221,7 @@ def load_eval_split(
         The split's name, the split, and whether it was cut off the training rows; the same rows as
         in training.
     """
-    sources = open_sources(config)
+    sources = open_sources(config, needs_train=False)
     wanted = wanted or ("test" if "test" in sources else "validation")
     given = "train" if wanted == "validation" and wanted not in sources else wanted
     if given not in sources:
@@ -266,16 +266,14 @@ def class_weights(
         if not counts.all():
             lost = [name for name, count in zip(names, counts, strict=True) if count == 0]
             raise ConfigError(f"class_weights=balanced: no training row has the label {lost[0]!r}")
-        return _told(names, len(train) / (len(names) * counts.astype(np.float64)))
-    if len(wanted) != len(names):
+        weights = len(train) / (len(names) * counts.astype(np.float64))
+    elif len(wanted) == len(names):
+        weights = np.array(wanted, np.float64)
+    else:
         raise ConfigError(
             f"class_weights={wanted}: {len(wanted)} weights for {len(names)} labels, "
             f"in this order: {', '.join(names)}"
         )
-    return _told(names, np.array(wanted, np.float64))
-
-
-def _told(names: list[str], weights: NDArray[np.float64]) -> NDArray[np.float64]:
     pairs = [f"{name} {weight:.3g}" for name, weight in zip(names, weights, strict=True)]
     logger.info("weights in the loss: %s", ", ".join(pairs[:20] + ["..."] * (len(pairs) > 20)))
     return weights

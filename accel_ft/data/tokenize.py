@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from accel_ft.config import DataConfig
 from accel_ft.data.plan import Ids
 from accel_ft.data.sources import Row, Source, Text
-from accel_ft.errors import DataError
+from accel_ft.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,8 @@ class TokenStore:
         fingerprint: of content, columns, tokenizer and cut; 64 hex digits.
         labels: every label as written, in order of first occurrence.
         label_places: where each label occurs first.
+        label_codes: of each row, its index in `labels`, int32 [n].
+        text_hashes: of each row's text, uint64 [n].
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -63,8 +65,8 @@ class TokenStore:
         self.num_cut_texts: int = meta["num_cut_texts"]
         self._tokens = _map(folder / "tokens.bin", np.int32, meta["num_tokens"])
         self._offsets = _map(folder / "offsets.bin", np.int64, meta["num_rows"] + 1)
-        self._labels = _map(folder / "labels.bin", np.int32, meta["num_rows"])
-        self._texts = _map(folder / "texts.bin", np.uint64, meta["num_rows"])
+        self.label_codes = _map(folder / "labels.bin", np.int32, meta["num_rows"])
+        self.text_hashes = _map(folder / "texts.bin", np.uint64, meta["num_rows"])
         self._types = _map(folder / "types.bin", np.int8, meta["num_tokens"] * meta["has_types"])
 
     def __reduce__(self) -> tuple[type["TokenStore"], tuple[Path, str]]:
@@ -72,7 +74,7 @@ class TokenStore:
         return TokenStore, (self.folder, self.name)
 
     def __len__(self) -> int:
-        return len(self._labels)
+        return len(self.label_codes)
 
     def tokens(self, row: int) -> NDArray[np.int32]:
         """Return the token ids of a row, int32 [T], or [2, T] with their types."""
@@ -85,14 +87,6 @@ class TokenStore:
         """Return the numbers of tokens of `rows` [k], int64 [k]."""
         lengths: NDArray[np.int64] = self._offsets[rows + 1] - self._offsets[rows]
         return lengths
-
-    def label_codes(self, rows: Ids) -> NDArray[np.int32]:
-        """Return indices into `labels` of `rows` [k], int32 [k]."""
-        return self._labels[rows]
-
-    def text_hashes(self, rows: Ids) -> NDArray[np.uint64]:
-        """Return a hash of each text of `rows` [k], uint64 [k]."""
-        return self._texts[rows]
 
 
 def tokenize(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
@@ -224,6 +218,13 @@ def token_ids(tokenizer: Any, texts: list[Text], max_seq_length: int) -> list[ND
 def _encode(tokenizer: Any, texts: list[Text], max_seq_length: int) -> Any:
     are_pairs = not isinstance(texts[0], str)
     columns = zip(*texts, strict=True) if are_pairs else (texts,)
+    special = tokenizer.num_special_tokens_to_add(pair=are_pairs)
+    if max_seq_length < special:  # the tokenizer would cut nothing
+        what = "a pair of texts" if are_pairs else "a text"
+        raise ConfigError(
+            f"max_seq_length={max_seq_length}: {what} has {special} special tokens. "
+            f"Allowed: more than {special}"
+        )
     return tokenizer(
         *map(list, columns),
         truncation=True,  # of a pair, the longer text first

@@ -211,23 +211,6 @@ def accumulation_calls(events: Sequence[str], accumulation_steps: int) -> Findin
     return passed(check, about)
 
 
-def ratio(ours: Gradients, whole: Gradients) -> tuple[float, float]:
-    """Return the factor by which one gradient is the other, and the share that no factor explains.
-
-    Returns:
-        <ours, whole> / <whole, whole>, and |ours - factor x whole| / |ours|.
-    """
-    shapes = {**whole, **ours}
-
-    def flat(gradients: Gradients) -> torch.Tensor:
-        parts = (gradients.get(name, torch.zeros_like(shapes[name])) for name in shapes)
-        return torch.cat([part.to_dense().flatten().double().cpu() for part in parts])
-
-    a, b = flat(ours), flat(whole)
-    factor = float(a @ b / (b @ b))
-    return factor, float((a - factor * b).norm() / a.norm().clamp_min(1e-30))
-
-
 def accumulated_gradient(
     model: nn.Module,
     micro_batches: Callable[[], Any],
@@ -243,7 +226,16 @@ def accumulated_gradient(
         tolerance: relative; float32 sums in another order differ by about 1e-6, bf16 by 1e-2.
     """
     check = "accumulated gradient"
-    factor, rest = ratio(gradients_of(model, micro_batches), gradients_of(model, whole_batch))
+    ours, whole = gradients_of(model, micro_batches), gradients_of(model, whole_batch)
+    shapes = {**whole, **ours}
+
+    def flat(gradients: Gradients) -> torch.Tensor:
+        parts = (gradients.get(name, torch.zeros_like(shapes[name])) for name in shapes)
+        return torch.cat([part.to_dense().flatten().double().cpu() for part in parts])
+
+    a, b = flat(ours), flat(whole)
+    factor = float(a @ b / (b @ b))
+    rest = float((a - factor * b).norm() / a.norm().clamp_min(1e-30))  # that no factor explains
     about = f"{factor:.4f} times that of the whole batch, {rest:.1e} of it in another direction"
     if not (abs(factor - 1) <= tolerance and rest <= tolerance):  # nor where one is no number
         return failed(

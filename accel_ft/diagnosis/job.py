@@ -3,6 +3,7 @@
 `examine` is the doctor's whole examination; `preflight` the part of it that every run begins with.
 """
 
+import contextlib
 import gc
 import logging
 import math
@@ -194,7 +195,8 @@ def _on_the_job(
         yield from _on_the_loop(run)
         yield from _on_the_replicas(run, "at the end")
         _let_go(run)  # what follows needs its room
-        yield from resume.resume(_jobs(job, watch, folder), folder, steps=1)
+        with contextlib.ExitStack() as built:
+            yield from resume.resume(_jobs(job, watch, folder, built), folder, steps=1)
 
 
 def _disk(run: Run, config: TrainConfig) -> Finding:
@@ -440,17 +442,11 @@ class _Job:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.micro_batches: Iterator[Batch] | None = None
-        self.seen: list[int] = []
         self.parts: dict[str, Any] = {
             "model": run.model, "optimizer": run.optimizer, "scheduler": run.scheduler,
         }  # fmt: skip
         if run.accelerator.scaler is not None:
             self.parts["scaler"] = run.accelerator.scaler
-
-    def _noting(self, micro_batches: Iterator[Batch]) -> Iterator[Batch]:
-        for batch in micro_batches:
-            self.seen += _places(batch)
-            yield batch
 
     def step(self) -> list[int]:
         """Do one update; return the places of the samples that this rank read."""
@@ -458,12 +454,10 @@ class _Job:
             if self.run.step == 0:
                 start_or_resume(self.run)
             self.run.model.train()
-            self.micro_batches = self._noting(self.run.start())
-        self.seen = []
-        following = update(self.run, self.micro_batches)
-        if following is not self.micro_batches:
-            self.micro_batches = self._noting(following)
-        return self.seen
+            self.micro_batches = self.run.start()
+        read = list(islice(self.micro_batches, self.run.accumulation_steps))
+        update(self.run, iter(read))
+        return [place for batch in read for place in _places(batch)]
 
     def save(self, folder: Path) -> None:
         self.run.save()
@@ -474,16 +468,17 @@ class _Job:
         start_or_resume(self.run)
 
 
-def _jobs(config: TrainConfig, watch: Watch, folder: Path) -> Callable[[], _Job]:
-    """Return what builds the job anew each time, in the same folder."""
+def _jobs(
+    config: TrainConfig, watch: Watch, folder: Path, built: contextlib.ExitStack
+) -> Callable[[], _Job]:
+    """Return what builds the job anew each time, in the same folder, and lets go of the last."""
     job = config.resolved(output_dir=folder / "resume", max_steps=1000)
-    made: list[_Job] = []
 
     def make() -> _Job:
-        if made:
-            _let_go(made.pop().run)
-        made.append(_Job(_quiet(build(job, make_training_accelerator(LIMIT_SECONDS), watch))))
-        return made[-1]
+        built.close()
+        run = _quiet(build(job, make_training_accelerator(LIMIT_SECONDS), watch))
+        built.callback(_let_go, run)
+        return _Job(run)
 
     return make
 

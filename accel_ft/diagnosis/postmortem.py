@@ -13,10 +13,8 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from accel_ft.diagnosis.finding import Finding, failed, listed, passed
 
@@ -59,12 +57,7 @@ class Stages:
         self("start")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         faulthandler.cancel_dump_traceback_later()
         faulthandler.disable()
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
@@ -113,67 +106,19 @@ def post_mortem(
     return failed(CHECK, f"{first.where}{first.how}{gone}", f"see {log}")
 
 
-@dataclass(frozen=True)
-class _End:
-    """How one rank ended.
-
-    Attributes:
-        stage: its last one, None where it never started.
-        at: when that began, seconds.
-        stack: what its log holds.
-        code: its exit code, where known.
+class _End(NamedTuple):
+    """How one rank ended: at which stage (None where it never started), when that began, whether
+    it reached its end, hung, or only felt another's end; where it was, and what ended it.
     """
 
     rank: int
     stage: str | None
     at: float
-    stack: str
-    code: int | None
-
-    @property
-    def is_well(self) -> bool:
-        """Whether it reached its end."""
-        return self.stage == "end" and self.code in (None, 0)
-
-    @property
-    def hung(self) -> bool:
-        """Whether a stage lasted longer than the limit."""
-        return self.stack.startswith("Timeout")
-
-    @property
-    def error(self) -> str:
-        """Its exception, on one line, or ""."""
-        lines = [line for line in self.stack.splitlines() if line.startswith("raised: ")]
-        return lines[-1].removeprefix("raised: ") if lines else ""
-
-    @property
-    def is_echo(self) -> bool:
-        """Whether it only felt another's end: a broken connection, or a launcher's signal."""
-        felt = any(words in self.error.lower() for words in ECHOES)
-        return felt or self.code == -signal.SIGTERM
-
-    @property
-    def where(self) -> str:
-        """Rank, stage, and the innermost line of Python that is not a library's."""
-        main = self.stack.rpartition("Thread ")[2] or self.stack
-        lines = [line.strip() for line in main.splitlines() if line.strip().startswith("File ")]
-        if "most recent call last" in main:
-            lines.reverse()
-        own = [line for line in lines if "site-packages" not in line and "/lib/python" not in line]
-        return f"rank {self.rank} at stage {self.stage}" + (
-            f" at {(own or lines)[0]}" if lines else ""
-        )
-
-    @property
-    def how(self) -> str:
-        """What ended it."""
-        fatal = [line for line in self.stack.splitlines() if line.startswith("Fatal Python error")]
-        if self.code is not None and self.code < 0:
-            return f", ended by {signal.Signals(-self.code).name}"
-        if fatal or self.error:
-            return f", {self.error or fatal[0]}"
-        code = "" if self.code is None else f" with exit code {self.code}"
-        return f", ended without a word{code}: os._exit, a kill, or an exception that was swallowed"
+    is_well: bool
+    hung: bool
+    is_echo: bool
+    where: str
+    how: str
 
 
 def _read(folder: Path, rank: int, code: int | None) -> _End:
@@ -183,4 +128,28 @@ def _read(folder: Path, rank: int, code: int | None) -> _End:
         stage, at = words["stage"], words["at"]
     with contextlib.suppress(OSError):
         stack = (folder / f"stack_{rank:05d}.log").read_text(errors="replace")
-    return _End(rank, stage, at, stack, code)
+    lines = stack.splitlines()
+    fatal = [line for line in lines if line.startswith("Fatal Python error")]
+    raised = [line.removeprefix("raised: ") for line in lines if line.startswith("raised: ")]
+    error = raised[-1] if raised else ""
+    main = stack.rpartition("Thread ")[2] or stack
+    frames = [line.strip() for line in main.splitlines() if line.strip().startswith("File ")]
+    if "most recent call last" in main:
+        frames.reverse()
+    own = [frame for frame in frames if "site-packages" not in frame and "/lib/python" not in frame]
+    how = f", {error or fatal[0]}" if error or fatal else ""
+    if code is not None and code < 0:
+        how = f", ended by {signal.Signals(-code).name}"
+    elif not how:
+        known = "" if code is None else f" with exit code {code}"
+        how = f", ended without a word{known}: os._exit, a kill, or an exception that was swallowed"
+    return _End(
+        rank,
+        stage,
+        at,
+        is_well=stage == "end" and code in (None, 0),
+        hung=stack.startswith("Timeout"),
+        is_echo=code == -signal.SIGTERM or any(words in error.lower() for words in ECHOES),
+        where=f"rank {rank} at stage {stage}" + (f" at {(own or frames)[0]}" if frames else ""),
+        how=how,
+    )

@@ -7,6 +7,7 @@ Autograd lays gradients out so, too, except where the strides differ only in dim
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,20 +67,11 @@ def match_strides(model: nn.Module) -> list[Any]:
     Returns:
         The hooks' handles: `handle.remove()` takes one off again.
     """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [p.register_hook(partial(_laid_out, bucket_strides(p))) for p in trained]  # type: ignore[no-untyped-call]
 
-    def hook_of(strides: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
-        def hook(gradient: torch.Tensor) -> torch.Tensor:
-            if gradient.layout != torch.strided or gradient.stride() == strides:
-                return gradient
-            laid_out = torch.empty_strided(
-                gradient.shape, strides, dtype=gradient.dtype, device=gradient.device
-            )
-            return laid_out.copy_(gradient)
 
-        return hook
-
-    return [
-        p.register_hook(hook_of(bucket_strides(p)))  # type: ignore[no-untyped-call]
-        for p in model.parameters()
-        if p.requires_grad
-    ]
+def _laid_out(strides: tuple[int, ...], gradient: torch.Tensor) -> torch.Tensor:
+    if gradient.layout != torch.strided or gradient.stride() == strides:
+        return gradient
+    return gradient.new_empty_strided(gradient.shape, strides).copy_(gradient)

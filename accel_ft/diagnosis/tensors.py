@@ -132,17 +132,15 @@ def aliased_parameters(model: nn.Module, sharded: bool = False) -> Finding:
         sharded: whether it is to be, which tied parameters must be fit for.
     """
     check = "views and ties"
-    spans = []
-    for name, p in model.named_parameters(remove_duplicate=False):
-        if _has_memory(p):
-            reach = 1 + sum((s - 1) * step for s, step in zip(p.shape, p.stride(), strict=True))
-            spans.append((p.data_ptr(), p.data_ptr() + reach * p.element_size(), name, id(p)))
-    spans.sort()
+    named = model.named_parameters(remove_duplicate=False)
+    held = [(p.data_ptr(), name, p) for name, p in named if _has_memory(p)]
     views: list[str] = []
     ties: list[str] = []
-    for before, after in pairwise(spans):
-        if after[0] < before[1]:
-            (ties if after[3] == before[3] else views).append(f"{before[2]} = {after[2]}")
+    for (_, one, first), (_, other, second) in pairwise(sorted(held, key=lambda each: each[:2])):
+        if first is second:
+            ties.append(f"{one} = {other}")
+        elif _overlap(first, second):
+            views.append(f"{one} = {other}")
     if views:
         return failed(
             check,
@@ -157,6 +155,26 @@ def aliased_parameters(model: nn.Module, sharded: bool = False) -> Finding:
             "under FSDP both must be in the same wrapped unit: leave them to the root",
         )
     return passed(check, f"tied: {listed(ties)}" if ties else "each parameter has its own memory")
+
+
+def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether the second, which begins no earlier in memory, has an element of the first; columns
+    of one matrix lie between each other and have none.
+    """
+
+    def reach(tensor: torch.Tensor) -> int:
+        return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+    width = first.element_size()
+    ahead, rest = divmod(second.data_ptr() - first.data_ptr(), width)
+    if ahead >= reach(first):
+        return False
+    if rest or second.element_size() != width:
+        return True
+    places = torch.arange(max(reach(first), ahead + reach(second)))
+    ours = places.as_strided(first.shape, first.stride()).flatten()
+    theirs = places.as_strided(second.shape, second.stride(), ahead).flatten()
+    return bool(torch.isin(theirs, ours).any())
 
 
 def in_place(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Finding:

@@ -327,7 +327,7 @@ def start_or_resume(run: Run) -> None:
         transaction.remove(run.output_dir / "model")  # of an earlier end: what goes on has none yet
         for name in ("predictions.npz", "mistakes.jsonl"):
             (run.output_dir / name).unlink(missing_ok=True)
-        run.events.rewind(run.step)
+        run.events.rewind(run.step, run.eval_is_due)
         if run.step > 0:
             run.events.write("resume", step=run.step, num_processes=accelerator.num_processes)
         _describe(run)
@@ -384,6 +384,8 @@ def _describe(run: Run) -> None:
     splits = {"train": run.splits.train, "validation": run.splits.validation}
     if run.splits.test is not None:
         splits["test"] = run.splits.test
+    steps = range(min(run.plan.steps_per_epoch, ORDER_HASH_STEPS))
+    order = b"".join(run.plan.global_batch(step).tobytes() for step in steps)
     about = {
         "step": run.step,
         "num_steps": run.num_steps,
@@ -391,16 +393,8 @@ def _describe(run: Run) -> None:
         "identity": run.identity,
         "data": {name: split.fingerprint() for name, split in splits.items()},
         "num_samples": {name: len(split) for name, split in splits.items()},
-        "sample_order_sha256": _sample_order_sha256(run.plan),
+        "sample_order_sha256": hashlib.sha256(order).hexdigest(),
         "tokenizer": tokenizer_fingerprint(run.tokenizer),
         "pretrained": load.provenance(run.config.model_name_or_path),
     }
     write_receipt(run.output_dir / "receipt.json", run.accelerator, about)
-
-
-def _sample_order_sha256(plan: Plan) -> str:
-    """Return a hash of the order of samples in the first epoch (its first 256 updates)."""
-    digest = hashlib.sha256()
-    for step in range(min(plan.steps_per_epoch, ORDER_HASH_STEPS)):
-        digest.update(plan.global_batch(step).tobytes())
-    return digest.hexdigest()

@@ -165,7 +165,7 @@ def _roll_back_to_newest(run: Run, sick_step: int) -> None:
     run.passed_over.add(sick_step)
     run.outcomes.clear()
     run.resume(folder)
-    run.events.rewind(run.step)
+    run.events.rewind(run.step, run.eval_is_due)
     logger.warning("rolled back to update %d", run.step)
 
 

@@ -5,8 +5,8 @@ rounded to 1/65536, and what is kept is scaled by the rounded one: the mean is e
 """
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -56,15 +56,10 @@ def _scaled(values: torch.Tensor, kept: torch.Tensor, scale: float) -> torch.Ten
     return torch.addcmul(values.new_zeros(()), factors, values, value=scale, out=factors)
 
 
-@contextlib.contextmanager
-def on_cpu(device: torch.device) -> Iterator[None]:
+def on_cpu(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Let every model's layers and attention use it while this lasts, on a CPU.
 
     They all call `torch.nn.functional.dropout`; each model's own eager attention does, too.
     """
-    if device.type == "cpu":
-        F.dropout = dropout
-    try:
-        yield
-    finally:
-        F.dropout = _dropout_of_torch
+    on_cpu = device.type == "cpu"
+    return mock.patch.object(F, "dropout", dropout) if on_cpu else contextlib.nullcontext()

@@ -89,12 +89,9 @@ def _recorded_sha256(weights: Path, package: str) -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return None  # the distribution has another name than the package
     for file in files:
-        if (
-            file.name == weights.name
-            and file.hash
-            and Path(str(file.locate())).resolve() == weights
-        ):
-            return base64.urlsafe_b64decode(file.hash.value + "==").hex()
+        hashed = file.hash if Path(str(file.locate())).resolve() == weights else None
+        if hashed is not None and hashed.mode == "sha256":
+            return base64.urlsafe_b64decode(hashed.value + "==").hex()
     return None
 
 
@@ -130,16 +127,23 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
     return tokenizer
 
 
-def load_parts(folder: str) -> tuple[Any, Any]:
-    """Load architecture and tokenizer of a resolved checkpoint; a decoder that names no pad token
-    takes the tokenizer's, by which it finds the last token of a text.
+def load_parts(folder: str) -> tuple[Any, Any, list[str]]:
+    """Load architecture, tokenizer and label names (by id) of a resolved, finished classifier; a
+    decoder that names no pad token takes the tokenizer's: by it, it finds the last token of a text.
+
+    Raises:
+        ConfigError: where they cannot be had, or it is no classifier.
     """
     tokenizer = load_tokenizer(folder, "checkpoint")
     config = load_model_config(folder, "checkpoint")
     of_text = config.get_text_config()  # a part, where the model is not of texts alone
     if getattr(of_text, "pad_token_id", None) is None:
         of_text.pad_token_id = tokenizer.pad_token_id
-    return config, tokenizer
+    names = labels_of(config)
+    if not names:
+        kinds = config.architectures
+        raise ConfigError(f"checkpoint={folder}: is no sequence classifier but {kinds}")
+    return config, tokenizer, names
 
 
 def load_model_config(folder: str, key: str = "model_name_or_path", **settings: Any) -> Any:
@@ -206,19 +210,6 @@ def load_for_training(
     )
     model.config.architectures = [type(model).__name__]  # a base model's config names that one
     return model, drawn
-
-
-def classifier_labels(folder: str, config: Any) -> list[str]:
-    """Return a finished classifier's label names by id.
-
-    Raises:
-        ConfigError: where it is none.
-    """
-    names = labels_of(config)
-    if not names:
-        kinds = config.architectures
-        raise ConfigError(f"checkpoint={folder}: is no sequence classifier but {kinds}")
-    return names
 
 
 def labels_of(config: Any) -> list[str]:

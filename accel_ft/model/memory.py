@@ -4,10 +4,13 @@ Parameters, gradients and moments are counted; activations are measured on micro
 longest rows, and grow with them.
 """
 
+import contextlib
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import psutil
 import torch
@@ -114,4 +117,20 @@ def device_bytes(device: torch.device) -> int:
     """Return what a rank can have of its device now: what nobody else holds; on a CPU its share."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free = min(psutil.virtual_memory().available, _container_bytes())
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _container_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """What a container, or a scheduler's job, may still have (cgroup v2), where it has a limit."""
+    room = sys.maxsize
+    with contextlib.suppress(OSError):
+        own = Path("/proc/self/cgroup").read_text(encoding="utf-8").strip().rpartition("::/")[2]
+        for group in (root / own, *(root / own).parents):
+            with contextlib.suppress(OSError, ValueError):
+                limit = int((group / "memory.max").read_text())  # "max" where there is none
+                lines = (group / "memory.stat").read_text().splitlines()
+                stat = {name: int(count) for name, _, count in (s.partition(" ") for s in lines)}
+                cached = stat["active_file"] + stat["inactive_file"]  # given back when needed
+                room = min(room, limit - int((group / "memory.current").read_text()) + cached)
+    return max(room, 0)

@@ -19,7 +19,7 @@ SHAPES = ((1, 3), (2, 8), (5, 17))  # rows, tokens
 class _Logits(nn.Module):
     """A classifier that takes its inputs by position and returns its logits."""
 
-    def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
+    def __init__(self, model: nn.Module, names: list[str]) -> None:
         super().__init__()
         self.model, self.names = model, names
 
@@ -45,16 +45,17 @@ def write_onnx(model: Any, tokenizer: Any, folder: Path) -> float:
     import onnxruntime
 
     known = ("input_ids", "attention_mask", "token_type_ids")
-    names = tuple(name for name in known if name in tokenizer.model_input_names)
+    names = [name for name in known if name in tokenizer.model_input_names]
+    vocabulary = min(len(tokenizer), model.get_input_embeddings().weight.shape[0])
     wrapped, batch = _Logits(model, names).eval(), torch.export.Dim("batch")
     shapes = tuple({0: batch, 1: torch.export.Dim.DYNAMIC} for _ in names)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own
         torch.onnx.export(
             wrapped,
-            _inputs(names, len(tokenizer), *SHAPES[1]),
+            tuple(_inputs(names, vocabulary, *SHAPES[1]).values()),
             str(folder / FILE),
-            input_names=list(names),
+            input_names=names,
             output_names=["logits"],
             dynamic_shapes=(shapes,),
             external_data=sum(p.nbytes for p in model.parameters()) > LARGEST,
@@ -64,21 +65,17 @@ def write_onnx(model: Any, tokenizer: Any, folder: Path) -> float:
     session = onnxruntime.InferenceSession(str(folder / FILE), providers=["CPUExecutionProvider"])
     worst = 0.0
     for rows, tokens in SHAPES:
-        inputs = _inputs(names, len(tokenizer), rows, tokens)
+        inputs = _inputs(names, vocabulary, rows, tokens)
         with torch.no_grad():
-            ours = wrapped(*inputs).numpy()
-        (theirs,) = session.run(
-            ["logits"], {k: v.numpy() for k, v in zip(names, inputs, strict=True)}
-        )
+            ours = wrapped(*inputs.values()).numpy()
+        (theirs,) = session.run(["logits"], {name: t.numpy() for name, t in inputs.items()})
         worst = max(worst, float(np.abs(ours - theirs).max()))
     if not worst <= TOLERANCE:
         raise UserError(f"{folder / FILE}: its logits differ by {worst:.1e} from the model's")
     return worst
 
 
-def _inputs(
-    names: tuple[str, ...], vocabulary: int, rows: int, tokens: int
-) -> tuple[torch.Tensor, ...]:
+def _inputs(names: list[str], vocabulary: int, rows: int, tokens: int) -> dict[str, torch.Tensor]:
     """Token ids at random, the last row half padding."""
     generator = torch.Generator().manual_seed(0)
     values = {
@@ -88,4 +85,4 @@ def _inputs(
     }
     if rows > 1:
         values["attention_mask"][-1, tokens // 2 :] = 0
-    return tuple(values[name] for name in names)
+    return {name: values[name] for name in names}

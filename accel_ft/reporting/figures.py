@@ -14,9 +14,9 @@ TICKS_AT_MOST, MARKED_POINTS = 30, 25
 
 def curves(records: Sequence[Record]) -> dict[str, Figure]:
     """Return training curves and validation metrics over updates, by title; runs overlay."""
-    evaluated = next((record.of("eval")[0] for record in records if record.of("eval")), {})
-    wanted = [("train", key) for key in TRAIN_CURVES]
-    wanted += [("eval", f"eval_{key}") for key in scores_of(evaluated)]
+    evaluated = [record.of("eval")[0] for record in records if record.of("eval")]
+    scores = dict.fromkeys(key for event in evaluated for key in scores_of(event))  # each once
+    wanted = [("train", key) for key in TRAIN_CURVES] + [("eval", f"eval_{key}") for key in scores]
     drawn = {}
     for event, key in wanted:
         figure = Figure(figsize=(4.6, 2.9), layout="constrained")
@@ -24,9 +24,10 @@ def curves(records: Sequence[Record]) -> dict[str, Figure]:
         for record in records:
             points = [(e["step"], e[key]) for e in record.of(event) if e.get(key) is not None]
             marker = "o" if len(points) < MARKED_POINTS else None  # a line of one point is none
-            axes.plot(*zip(*points, strict=True), label=record.name, linewidth=1.2, marker=marker)
-        axes.set_title(key.replace("eval_", "validation ").replace("_", " "))
-        axes.set_xlabel("update")
+            steps, found = [step for step, _ in points], [value for _, value in points]
+            axes.plot(steps, found, label=record.name, linewidth=1.2, marker=marker)
+        title = key.replace("eval_", "validation ").replace("_", " ")
+        axes.set(title=title, xlabel="update")
         axes.grid(alpha=0.3)
         if len(records) > 1:
             axes.legend(fontsize=8)
@@ -48,8 +49,7 @@ def confusion(matrix: NDArray[np.int64], names: Sequence[str]) -> Figure:
         for (row, column), count in np.ndenumerate(matrix):
             color = "white" if shares[row, column] > 0.5 else "black"
             axes.text(column, row, str(count), ha="center", va="center", color=color, fontsize=8)
-    axes.set_xlabel("prediction")
-    axes.set_ylabel("label")
+    axes.set(xlabel="prediction", ylabel="label")
     return figure
 
 
@@ -60,8 +60,7 @@ def values(labels: NDArray[np.float32], predictions: NDArray[np.float32]) -> Fig
     axes.scatter(labels, predictions, s=8, alpha=0.5)
     ends = [float(labels.min()), float(labels.max())]
     axes.plot(ends, ends, color="grey", linewidth=1, linestyle="--")
-    axes.set_xlabel("label")
-    axes.set_ylabel("prediction")
+    axes.set(xlabel="label", ylabel="prediction")
     axes.grid(alpha=0.3)
     return figure
 
@@ -72,11 +71,8 @@ def reliability(rows: NDArray[np.float64], error: float) -> Figure:
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     upper.plot([0, 1], [0, 1], color="grey", linewidth=1, linestyle="--")
     upper.plot(rows[:, 0], rows[:, 1], marker="o")
-    upper.set_ylabel("accuracy")
-    upper.set_title(f"expected calibration error {error:.3f}")
+    upper.set(ylabel="accuracy", title=f"expected calibration error {error:.3f}", xlim=(0, 1))
     lower.bar(rows[:, 0], rows[:, 2], width=0.04)
-    lower.set_ylabel("share")
-    lower.set_xlabel("confidence")
-    upper.set_xlim(0, 1)
+    lower.set(xlabel="confidence", ylabel="share")
     upper.grid(alpha=0.3)
     return figure

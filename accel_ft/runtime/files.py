@@ -36,6 +36,15 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def fsync(path: Path) -> None:
+    """Put a file, or a folder's entries, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @contextlib.contextmanager
 def locked(folder: Path, path: Path) -> Iterator[None]:
     """Hold the lock `path` of `folder`; the operating system gives it back when the process dies.
@@ -58,7 +67,7 @@ def locked(folder: Path, path: Path) -> Iterator[None]:
                 "--output_dir"
             ) from error
     except OSError as error:
-        if error.errno != errno.ENOSYS:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
             raise
         logger.warning("%s: its file system has no locks; see to it that one run uses it", folder)
     with held:

@@ -64,8 +64,8 @@ def read_request() -> Request:
             ENVIRONMENT, int(world_size) if world_size else None, asked_cpu, kind, precision
         )
     args = launch_command_parser().parse_args(words)
-    default = default_config_file if os.path.isfile(default_config_file) else None
-    file = args.config_file or default
+    has_default = os.path.isfile(default_config_file) and not args.cpu  # as the launcher takes it
+    file = args.config_file or (default_config_file if has_default else None)
     yaml: Any = load_config_from_file(file) if file else None
     words_say = "FSDP" if args.use_fsdp else "MULTI_GPU" if args.multi_gpu else None
     asked_precision = args.mixed_precision or (yaml and yaml.mixed_precision)
@@ -167,24 +167,18 @@ def check_granted(accelerator: Accelerator, model: nn.Module) -> None:
     one_or_ddp = (
         "DDP" if (request.num_processes or accelerator.num_processes) > 1 else "one process"
     )
-    asked: dict[str, Any] = {
-        "strategy": "FSDP" if request.distributed_type == "FSDP" else one_or_ddp,
-        "mixed_precision": request.mixed_precision,
-        "compile": _is_compiled(),
-        "use_cpu": on_cpu if request.use_cpu is None else request.use_cpu,
-        "layers not wrapped": [],
-    }
-    found: dict[str, Any] = {
-        "strategy": fsdp.strategy_of(model),
-        "mixed_precision": accelerator.mixed_precision,
-        "compile": any(is_compiled_module(module) for module in model.modules()),
-        "use_cpu": on_cpu,
-        "layers not wrapped": fsdp.unwrapped_layers(accelerator, model),
-    }
+    strategy = "FSDP" if request.distributed_type == "FSDP" else one_or_ddp
+    is_compiled = any(is_compiled_module(module) for module in model.modules())
+    asked_cpu = on_cpu if request.use_cpu is None else request.use_cpu
+    compared: list[tuple[str, Any, Any]] = [
+        ("strategy", strategy, fsdp.strategy_of(model)),
+        ("mixed_precision", request.mixed_precision, accelerator.mixed_precision),
+        ("compile", _is_compiled(), is_compiled),
+        ("use_cpu", asked_cpu, on_cpu),
+        ("layers not wrapped", [], fsdp.unwrapped_layers(accelerator, model)),
+    ]
     differences = [
-        f"{key}: {value} asked, {found[key]} found"
-        for key, value in asked.items()
-        if found[key] != value
+        f"{key}: {asked} asked, {found} found" for key, asked, found in compared if found != asked
     ]
     if differences:
         raise LaunchError(f"{request.source} is not what runs:\n  " + "\n  ".join(differences))

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from accel_ft.runtime.files import write_whole
+from accel_ft.runtime.files import fsync, write_whole
 
 
 class _TqdmHandler(logging.Handler):
@@ -67,15 +66,20 @@ class EventLog:
                 file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
         self.listener(event, step, values)
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, eval_is_due: bool = False) -> None:
         """Drop the events of later updates than `step` (and a half-written last line), which will
-        come again; not when and why it was started and stopped.
+        come again, as will the evaluation of `step` where it is due; not when and why it was
+        started and stopped.
         """
         if self.writes and self.path.exists():
             kept = [
                 event
                 for event in read_events(self.path)
-                if (event["step"] <= step and event["event"] not in ("test", "end"))
+                if (
+                    event["step"] <= step
+                    and event["event"] not in ("test", "end")
+                    and not (eval_is_due and (event["step"], event["event"]) == (step, "eval"))
+                )
                 or event["event"] in ("resume", "preempted")
                 or event.get("policy") == "stop"
             ]
@@ -84,8 +88,7 @@ class EventLog:
     def sync(self) -> None:
         """Put the events on the disk."""
         if self.writes and self.path.exists():
-            with self.path.open("a") as file:
-                os.fsync(file.fileno())
+            fsync(self.path)
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:

@@ -24,7 +24,6 @@ import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import psutil
@@ -156,12 +155,7 @@ class Watch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         lost: str | None = None
         if error is None:
             self.stage("end", can_save=True)
@@ -334,7 +328,7 @@ class Watch:
     def _others(self) -> list[dict[str, Any]]:
         beats = []
         for rank in range(self.num_ranks):
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError, KeyError):  # not there, or another's
                 beat = json.loads(self._path(rank).read_text(encoding="utf-8"))
                 if rank != self.rank and beat["run"] == self._beat["run"] and not beat["ended"]:
                     beats.append(beat)

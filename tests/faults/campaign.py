@@ -753,7 +753,7 @@ def take_out(part: str) -> None:
     from accel_ft.checkpoint import convert as converting
 
     if part == "fsync":
-        transaction._fsync = lambda path: None
+        transaction.fsync = lambda path: None
     elif part == "rename":
 
         def start(final: Path) -> Path:

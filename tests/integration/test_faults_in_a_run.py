@@ -1,5 +1,6 @@
 """What goes wrong in one process: numbers, signals, locks, changed settings. Real kills are in tests/faults."""
 
+import errno
 import gzip
 import json
 import os
@@ -282,6 +283,32 @@ def test_the_last_word_is_of_the_rank_that_was_lost(
     assert (
         json.loads((tmp_path / "error.json").read_text())["message"] == "error: rank 1 was stopped"
     )
+
+
+def test_a_heartbeat_of_another_version_is_no_ranks(tmp_path: Path) -> None:
+    watch = Watch(tmp_path, 0, 1, 60)
+    watch.num_ranks = 2
+    (tmp_path / "rank_00001.json").write_text('{"rank": 1}')
+    assert watch._others() == []
+
+
+def test_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refusing(number: int) -> Any:
+        def refuse(*args: object, **kwargs: object) -> None:
+            raise OSError(number, "no locks")
+
+        return refuse
+
+    for number in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+        monkeypatch.setattr(FileLock, "acquire", refusing(number))
+        with files.locked(tmp_path, tmp_path / "ranks/lock"):
+            assert "its file system has no locks" in caplog.text
+        caplog.clear()
+    monkeypatch.setattr(FileLock, "acquire", refusing(errno.EIO))
+    with pytest.raises(OSError, match="no locks"), files.locked(tmp_path, tmp_path / "ranks/lock"):
+        pass
 
 
 def test_a_watch_leaves_the_process_as_it_was(tmp_path: Path) -> None:

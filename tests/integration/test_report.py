@@ -125,6 +125,25 @@ def test_what_a_rewound_log_keeps(tmp_path: Path) -> None:
     log.rewind(1)
     kept = [(event["step"], event["event"]) for event in events_of(tmp_path)]
     assert kept == [(1, "train"), (2, "resume"), (4, "preempted"), (7, "nonfinite")]
+    log.path.unlink()
+    for step in (1, 2):  # a signal came during the second, and a kill after it was made up for
+        log.write("eval", step)
+    log.rewind(2)
+    assert len(events_of(tmp_path)) == 2
+    log.rewind(2, eval_is_due=True)
+    assert [event["step"] for event in events_of(tmp_path)] == [1]
+
+
+def test_curves_of_runs_that_measure_otherwise(tmp_path: Path) -> None:
+    from accel_ft.reporting import figures
+    from accel_ft.reporting.record import Record
+
+    runs = [
+        Record(name, {}, {}, [{"event": "eval", "step": 1, f"eval_{name}": 0.5}], {}, [])
+        for name in ("mse", "accuracy")
+    ]
+    drawn = figures.curves(runs)
+    assert {"eval_mse", "eval_accuracy"} <= set(drawn)
 
 
 def test_a_report_of_no_run(tmp_path: Path) -> None:

@@ -173,6 +173,19 @@ def test_a_finished_run_does_nothing(finished: Path, capsys: pytest.CaptureFixtu
     assert f"model: {finished / 'model'}" in captured.out
 
 
+def test_a_finished_run_whose_model_was_moved(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run, ignore=shutil.ignore_patterns("model"))
+    words = ["--config", str(run / "config.yaml"), "--output_dir", str(run)]
+    train.main([*words, "--resume_from_checkpoint", "latest"])
+    told = capsys.readouterr()
+    assert "is finished: nothing to do" in told.err
+    assert f"accel_ft.export --checkpoint {run} --output" in told.err
+    assert "model:" not in told.out
+
+
 def test_latest_with_no_checkpoint_starts(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

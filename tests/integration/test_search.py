@@ -5,10 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import job_words
 
 from accel_ft import search, train
-from accel_ft.config import TrainConfig, checked, read_settings
+from accel_ft.config import SearchConfig, TrainConfig, checked, read_settings
 from accel_ft.errors import ConfigError
 
 
@@ -56,21 +57,37 @@ def test_search(tiny_model: Path, rows_file: Path, odd_file: Path, tmp_path: Pat
     train.main(["--config", str(tmp_path / "search/best.yaml"), "--push_to_hub", "false"])
 
 
-def test_trials_at_the_same_time_have_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def shares(parallel_trials: int, num_gpus: int, visible: str = "") -> list[str | None]:
+def test_trials_at_the_same_time_have_gpus_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    strategy = tmp_path / "strategy.yaml"
+
+    def shares(
+        parallel_trials: int, num_gpus: int, visible: str = "", **settings: object
+    ) -> list[str | None]:
         monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        return [share.get("CUDA_VISIBLE_DEVICES") for share in search._shares(parallel_trials)]
+        strategy.write_text(yaml.safe_dump(settings))
+        config = SearchConfig(
+            job=strategy, space=strategy, config_file=strategy, parallel_trials=parallel_trials
+        )
+        return [share.get("CUDA_VISIBLE_DEVICES") for share in search._shares(config)]
 
     assert shares(1, 8) == [None]
     assert shares(2, 0) == [None, None]
     assert shares(4, 8) == ["0,1", "2,3", "4,5", "6,7"]
     assert shares(3, 2) == ["0", "1", "0"]
     assert shares(2, 2, "5,7") == ["5", "7"]
+    assert shares(2, 4, num_processes=2, gpu_ids="all") == ["0,1", "2,3"]
+    assert shares(2, 4, num_processes=4, gpu_ids="0", use_cpu=True) == [None, None]
+    with pytest.raises(ConfigError, match="each has 1 of 2 GPUs, and .* starts 2 processes"):
+        shares(2, 2, num_processes=2)
+    with pytest.raises(ConfigError, match="gpu_ids=0,1 would put all trials"):
+        shares(2, 4, num_processes=2, gpu_ids="0,1")
 
 
 STAND_IN = """
-import json, sys, time, yaml
+import fcntl, json, os, sys, time, yaml
 keys = yaml.safe_load(open(sys.argv[sys.argv.index("--config") + 1]))
 events = open(keys["output_dir"] + "/metrics.jsonl", "w", buffering=1)
 rate = float(keys["learning_rate"])
@@ -79,6 +96,13 @@ for step in range(1, 9):
     events.write(json.dumps({"event": "eval", "step": step, "eval_accuracy": score}) + "\\n")
     time.sleep(0 if rate > 0.5 else 0.3)
 events.write(json.dumps({"event": "end", "step": 8, "eval_accuracy": score}) + "\\n")
+if "LEAVES_ITS_RANK" in os.environ:
+    os.mkdir(keys["output_dir"] + "/ranks")
+    lock = os.open(keys["output_dir"] + "/ranks/lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    if os.fork() == 0:
+        time.sleep(1)
+        open(keys["output_dir"] + "/saved", "w").close()
 """
 
 
@@ -157,6 +181,15 @@ def test_trials_at_the_same_time(search_of_stand_ins) -> None:
     assert max(first.datetime_start, second.datetime_start) < min(
         first.datetime_complete, second.datetime_complete
     )
+
+
+def test_a_trial_ends_when_its_rank_has(
+    search_of_stand_ins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher of one rank ends at a signal; the rank still saves, on the same GPU."""
+    monkeypatch.setenv("LEAVES_ITS_RANK", "1")
+    search_of_stand_ins("learning_rate: [0.9]\n", "--num_trials", "1")
+    assert list(tmp_path.glob("search/trial_*/saved"))
 
 
 def test_a_space_that_cannot_be(tmp_path: Path) -> None:

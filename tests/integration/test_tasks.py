@@ -415,6 +415,12 @@ def test_token_types(tmp_path: Path, tiny_model: Path) -> None:
     assert store.lengths(np.arange(2)).tolist() == [6, 4]
     batch = Padding(load_tokenizer(str(tiny_model)), 8, torch.device("cpu"))([first, second])
     assert batch["token_type_ids"].tolist() == [[0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 0, 0]]
+    with pytest.raises(ConfigError, match="a pair of texts has 3 special tokens"):
+        tokenize(
+            file_source(tmp_path / "p.csv"),
+            DataConfig(text_pair_column="other", max_seq_length=2),
+            load_tokenizer(str(tiny_model)),
+        )
     plain = tokenize(
         file_source(tmp_path / "p.csv"),
         DataConfig(max_seq_length=8),

@@ -1,5 +1,6 @@
 """What accelerate would do on a GPU and must not; no GPU is needed to see it."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 from accel_ft.errors import LaunchError
+from accel_ft.model.memory import _container_bytes
 from accel_ft.model.optim import allocate_state
 from accel_ft.runtime import fsdp, launch
 
@@ -46,6 +48,32 @@ def test_compile_does_not_go_on_in_eager_mode(monkeypatch: pytest.MonkeyPatch) -
             scaled(torch.ones(1), [0] * count)
         with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
             scaled(torch.ones(1), [0] * 3)
+
+
+def test_the_launchers_own_file_does_not_count_under_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`accelerate launch --cpu` passes default_config.yaml over."""
+    default = tmp_path / "default_config.yaml"
+    default.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\n"
+                       "num_processes: 2\nmixed_precision: bf16\nuse_cpu: true\n")  # fmt: skip
+    monkeypatch.setattr(launch, "default_config_file", str(default))
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(default))
+    monkeypatch.setattr(launch, "_launcher_words", lambda: ["-m", "accel_ft.train"])
+    assert launch.read_request().num_processes == 2
+    monkeypatch.setattr(launch, "_launcher_words", lambda: ["--cpu", "-m", "accel_ft.train"])
+    request = launch.read_request()
+    assert (request.num_processes, request.mixed_precision) == (None, "no")
+
+
+def test_a_container_has_less_than_its_machine(tmp_path: Path) -> None:
+    assert _container_bytes(tmp_path) == sys.maxsize
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 300\nactive_file 150\ninactive_file 250\n")
+    assert _container_bytes(tmp_path) == 700
+    (tmp_path / "memory.max").write_text("max\n")
+    assert _container_bytes(tmp_path) == sys.maxsize
 
 
 def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def test_store_holds_what_the_tokenizer_says(rows_file: Path, tokenizer) -> None
         expected = tokenizer(text, truncation=True, max_length=16)["input_ids"]
         assert store.tokens(number).tolist() == expected
         assert store.lengths(np.array([number]))[0] == len(expected) <= 16
-        assert store.labels[store.label_codes(np.array([number]))[0]] == label
+        assert store.labels[store.label_codes[number]] == label
 
 
 def test_tokenised_once_and_found_by_content(

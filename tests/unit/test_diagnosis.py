@@ -4,6 +4,7 @@ import contextlib
 import gc
 import json
 import math
+import re
 import time
 from pathlib import Path
 
@@ -165,6 +166,10 @@ def test_views_and_ties() -> None:
     flat = torch.zeros(8)  # as cuDNN lays out the weights of an LSTM: one memory, other bytes
     halves = nn.ParameterList([nn.Parameter(flat[:4]), nn.Parameter(flat[4:])])
     well(tensors.aliased_parameters(halves))
+    whole = torch.zeros(2, 8)  # columns lie between each other and share nothing
+    for start, share in ((4, well), (3, lambda found: caught(found, "0 = 1"))):
+        parts = (nn.Parameter(whole[:, :4]), nn.Parameter(whole[:, start:]))
+        share(tensors.aliased_parameters(nn.ParameterList(parts)))
 
 
 def test_in_place() -> None:
@@ -341,6 +346,8 @@ def test_resume(tmp_path: Path, fault: str) -> None:
     assert (findings["resume: the next update"].verdict == "PASS") == (fault == ""), findings
     if fault:
         caught(findings[f"resume: {fault}"])
+    if fault == "position in the data":
+        assert re.search(r"sample\[0\] \d+ in place of \d+", findings[f"resume: {fault}"].measured)
 
 
 def test_a_resume_where_sums_come_in_any_order(

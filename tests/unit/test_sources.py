@@ -180,6 +180,7 @@ def test_a_dataset_folder_with_named_labels(tmp_path: Path) -> None:
     rows.map(lambda row: {"label": -1}).to_parquet(tmp_path / "data" / "train.parquet")
     with pytest.raises(ConfigError, match="has no split `train` with labels"):
         hub_sources(DataConfig(), str(tmp_path / "data"))
+    assert list(hub_sources(DataConfig(), str(tmp_path / "data"), needs_train=False)) == ["test"]
 
 
 def test_a_dataset_of_several_configurations(tmp_path: Path) -> None:

@@ -62,15 +62,15 @@ def test_killed_between_manifest_and_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     final = write(tmp_path, 7)
-    fsync = transaction._fsync
+    fsync = transaction.fsync
 
     def killed(path: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(transaction, "_fsync", killed)
+    monkeypatch.setattr(transaction, "fsync", killed)
     with pytest.raises(KeyboardInterrupt):
         transaction.publish(final)
-    monkeypatch.setattr(transaction, "_fsync", fsync)
+    monkeypatch.setattr(transaction, "fsync", fsync)
     transaction.publish_sealed(tmp_path)
     transaction.verify(final)
 
