@@ -357,10 +357,15 @@ def test_onnx_beside_its_weights(
     """Where they are too large for one protobuf."""
     for name in ("onnxruntime", "onnxscript"):
         pytest.importorskip(name)
+    from transformers import AutoTokenizer
+
     from accel_ft import export
     from accel_ft.model import onnx
 
     train.main([*words, "--max_steps", "1"])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/model")
+    tokenizer.add_tokens([f"new{number}" for number in range(1000)])  # the model has none of them
+    tokenizer.save_pretrained(tmp_path / "run/model")
     monkeypatch.setattr(onnx, "LARGEST", 1000)
     out = tmp_path / "out"
     export.main(["--checkpoint", str(tmp_path / "run"), "--output", str(out), "--format", "onnx"])

@@ -96,6 +96,8 @@ def test_an_update_is_the_mean_over_its_global_batch(
     train.main(words)
     logged = {e["step"]: e for e in events_of(tmp_path / "run") if e["event"] == "train"}
     twin = build(parse(TrainConfig, words, "train"), make_accelerator(), Watch(tmp_path, 0, 1, 60))
+    assert twin.num_parameters == sum(p.numel() for p in twin.model.parameters())  # all are trained
+    assert twin.num_trained == twin.num_parameters
     for step, num_rows in ((5, 8), (6, 7)):
         before = tmp_path / "run" / "checkpoints" / f"step_{step - 1:08d}"
         model = AutoModelForSequenceClassification.from_pretrained(before).train()

@@ -49,6 +49,12 @@ def test_file_sets_and_word_overrides(tmp_path: Path) -> None:
     assert train_config("--config", write(tmp_path, "report_to: [html]\n")).report_to == ("html",)
 
 
+def test_seeds_leave_room_for_ranks_and_updates() -> None:
+    """numpy's end at 2^32, and the rank or the update is added to them."""
+    assert train_config("--seed", str(2**31 - 1)).seed == 2**31 - 1
+    assert "seed=2147483648" in fault("--seed", str(2**31))
+
+
 def test_options_of_the_launcher_are_told() -> None:
     assert "--mixed_precision: unknown key. It is one of `accelerate launch`" in fault(
         "--mixed_precision", "no"

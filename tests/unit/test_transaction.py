@@ -1,3 +1,4 @@
+import json
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,10 @@ def test_published_whole_and_verified(tmp_path: Path) -> None:
     assert final.name == "step_00000500"
     assert not transaction.staging_folder(final).exists()
     transaction.verify(final)
+    manifest = json.loads((final / transaction.MANIFEST).read_text())["files"]
+    assert {name: entry["bytes"] for name, entry in manifest.items()} == {
+        "weights": 256, "inner/shard": 500,
+    }  # fmt: skip
     assert (final / "weights").stat().st_mode & 0o777 == final.stat().st_mode & 0o666
     assert transaction.list_published(tmp_path) == [(500, final)]
 
