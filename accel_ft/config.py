@@ -411,6 +411,13 @@ class EvaluateConfig(DataConfig):
     max_seq_length: int | None = Field(None, ge=2)  # type: ignore[assignment]
     """Tokens a text is cut at; left out: as in training, or what the model sees, 512 at most."""
 
+    def rules(self) -> Iterator[Fault]:
+        """The metrics are not to replace the rows."""
+        yield from super().rules()
+        files = (self.train_file, self.validation_file, self.test_file)
+        if self.output is not None and self.output.resolve() in [f and f.resolve() for f in files]:
+            yield self._fault("is a file of rows. Fix: another file", "output")
+
 
 class ExportConfig(HubConfig):
     """Keys of `accel_ft.export`."""
@@ -484,6 +491,10 @@ class PredictConfig(Config):
             yield self._fault("there is no such file", "input")
         elif self.input not in (None, "-") and Path(self.output).resolve() == path.resolve():
             yield self._fault("is the input. Fix: another file", "output")
+        if self.text_pair is not None and self.text is None:
+            yield self._fault(
+                "given without text; of a file, text_pair_column", "text_pair", "text"
+            )
 
 
 def parse(
@@ -513,7 +524,7 @@ def parse(
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
     if config_file is not None:
-        for key, value, line in _read_yaml(Path(config_file)):
+        for key, value, line in _read_yaml(Path(config_file).expanduser()):
             values[key], origin[key] = value, f" ({config_file}, line {line})"
     for key, value in given.items():
         values[key], origin[key] = _from_text(key, config_class.model_fields[key], value), ""
@@ -574,9 +585,11 @@ def checked(
     try:
         config = config_class.model_validate(sound)
     except ValidationError as error:
+        # Of a union, what is wrong with the value that was meant tells more than the words allowed.
+        meant = {e["loc"][0] for e in error.errors() if e["type"] != "literal_error"}
         for item in error.errors():
             key = str(item["loc"][0])
-            if key in faulty:
+            if key in faulty or (item["type"] == "literal_error" and key in meant):
                 continue
             faulty.add(key)
             where = origin.get(key, "")
@@ -708,7 +721,7 @@ def _read_yaml(path: Path) -> Iterator[tuple[str, Any, int]]:
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"config={path}: cannot be read: {reason}") from error
     if root is None:

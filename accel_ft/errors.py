@@ -95,7 +95,8 @@ def run_command(main: Callable[[], None]) -> None:
             if os.environ.get("RANK", "0") != "0":  # all ranks alike
                 sys.exit(EXIT_PREEMPTED)
         _let_rank_0_speak_first()
-        print("\n".join([words, *getattr(error, "__notes__", [])]), file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # it may be gone; the exit code is not
+            print("\n".join([words, *getattr(error, "__notes__", [])]), file=sys.stderr, flush=True)
         sys.exit(getattr(error, "exit_code", EXIT_USER_ERROR))
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr, flush=True)

@@ -17,10 +17,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure a checkpoint on its run's rows, or on those given, on one process or several."""
     config = parse(EvaluateConfig, argv, "evaluate", run_settings)
 
+    from accel_ft.data.sources import check_first_rows
+
+    check_first_rows(config)
     from accel_ft.checkpoint.open import open_classifier
     from accel_ft.data.loader import Padding
     from accel_ft.data.splits import load_eval_split
     from accel_ft.engine.evaluation import evaluate, make_eval_loader
+    from accel_ft.runtime.files import write_whole
     from accel_ft.runtime.launch import make_accelerator
     from accel_ft.runtime.logging import setup_logging
 
@@ -35,6 +39,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if config.problem_type != opened.problem_type:
         raise ConfigError(
             f"problem_type={config.problem_type}: {config.checkpoint} is for {opened.problem_type}"
+        )
+    if config.problem_type == "regression" and len(opened.label_names) > 1:
+        raise ConfigError(
+            f"checkpoint={config.checkpoint}: predicts {len(opened.label_names)} numbers; one can "
+            "be measured"
         )
     with accelerator.local_main_process_first():
         name, split, is_cut_off = load_eval_split(
@@ -55,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         text = json.dumps(about | {"num_samples": len(split)} | scores, indent=1)
         print(text)
         if config.output is not None:
-            config.output.write_text(text + "\n", encoding="utf-8")
+            write_whole(config.output, text + "\n")
 
 
 def _are_the_runs_own(config: EvaluateConfig, split: Any) -> bool:

@@ -62,23 +62,31 @@ class Classification(evaluate.Metric):  # type: ignore[misc]
 
     def _compute(self, predictions: Any, references: Any, num_labels: int) -> dict[str, Any]:
         labels, found = np.asarray(references, np.int64), np.asarray(predictions, np.int64)
-        matrix = confusion_matrix(labels, found, num_labels)
-        columns = class_scores(np.diag(matrix), matrix.sum(axis=1), matrix.sum(axis=0))
+        hits, present, predicted = (
+            np.bincount(ids, minlength=num_labels)
+            for ids in (labels[labels == found], labels, found)
+        )
+        columns = class_scores(hits, present, predicted)
+        occur = present + predicted > 0  # scikit-learn's mean is over these, too
         return {
-            "accuracy": float(np.trace(matrix) / matrix.sum()),
-            "f1_macro": float(np.mean(columns["f1"])),
-            "matthews_correlation": _matthews_correlation(matrix.astype(np.float64)),
+            "accuracy": float(hits.sum() / len(labels)),
+            "f1_macro": float(np.mean(np.array(columns["f1"])[occur])),
+            "matthews_correlation": _matthews_correlation(
+                *(counts.astype(np.float64) for counts in (hits, present, predicted))
+            ),
             "per_class": columns,
         }
 
 
-def _matthews_correlation(matrix: NDArray[np.float64]) -> float:
-    """Of a confusion matrix [C, C], -1 to 1; 0 where labels or predictions are all the same.
+def _matthews_correlation(
+    hits: NDArray[np.float64], present: NDArray[np.float64], predicted: NDArray[np.float64]
+) -> float:
+    """Of three counts of each class [C], -1 to 1; 0 where labels or predictions are all the same.
 
     Source: Gorodkin, doi:10.1016/j.compbiolchem.2004.09.006.
     """
-    present, predicted, total = matrix.sum(axis=1), matrix.sum(axis=0), matrix.sum()
-    both = matrix.trace() * total - present @ predicted
+    total = present.sum()
+    both = hits.sum() * total - present @ predicted
     spread = (total**2 - present @ present) * (total**2 - predicted @ predicted)
     return float(both / spread**0.5) if spread > 0 else 0.0
 

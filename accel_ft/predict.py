@@ -4,10 +4,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain, islice
@@ -75,6 +77,7 @@ class Predictor:
                 why = "trained on pairs" if self.config.text_pair_column else "began with one"
                 meant = f"a pair of texts ({why})" if pairs else "a text"
                 raise DataError(f"texts[{number}]: is {text!r}, not {meant}")
+            _refuse_halves(f"texts[{number}]", parts)
         return [self.describe(row) for row in self.scores(wanted)] if wanted else []
 
     def label(self, rows: Iterator[Any]) -> Iterator[list[dict[str, Any]]]:
@@ -130,9 +133,10 @@ class Predictor:
             described["labels"] = [name for name, is_so in zip(names, chosen, strict=True) if is_so]
         elif self.classifier.problem_type == "single_label_classification":
             described["label"] = names[best]
-        if "labels" not in described:
+        several = self.classifier.problem_type == "regression" and len(names) > 1
+        if "labels" not in described and not several:
             described["score"] = round(float(scores[best]), 6)
-        if self.config.all_scores:
+        if self.config.all_scores or several:
             named = zip(names, scores.tolist(), strict=True)
             described["scores"] = {label: round(score, 6) for label, score in named}
         return described
@@ -146,10 +150,18 @@ def open_rows(config: PredictConfig) -> Iterator[tuple[str, Any, Text]]:
         pair = config.text_pair
         if pair is None and config.text_pair_column is not None:
             raise ConfigError("text: the model was trained on pairs. Fix: --text_pair TEXT as well")
+        _refuse_halves("text", (config.text, pair or ""))
         return iter([("line", 1, config.text if pair is None else (config.text, pair))])
     rows = _read_rows(config)
     first = list(islice(rows, 1))
     return chain(first, rows)
+
+
+def _refuse_halves(name: str, parts: Sequence[str]) -> None:
+    try:
+        "".join(parts).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{name}: holds half a surrogate pair, which is no character") from error
 
 
 def _read_rows(config: PredictConfig) -> Iterator[tuple[str, Any, Text]]:
@@ -178,7 +190,8 @@ def _guess_format(path: str) -> str:
     suffix = Path(path).suffix.lower().removeprefix(".")
     if path == "-":
         standard_input: Any = sys.stdin.buffer
-        return "jsonl" if standard_input.peek(1)[:1] == b"{" else "lines"
+        start = standard_input.peek(64).removeprefix(BOM_UTF8).lstrip()
+        return "jsonl" if start[:1] == b"{" else "lines"
     if f".{suffix}" in DATA_FILE_SUFFIXES:
         return suffix
     if suffix == "txt" or (suffix == "" and Path(path).is_file()):
@@ -193,8 +206,11 @@ def _open_output(path: str) -> Iterator[Any]:
     """Standard output, or a file that takes its name when it is complete."""
     place = Path(path)
     in_place = place.exists() and not (place.is_file() and os.access(place.parent, os.W_OK))
+    how: Any = {"encoding": "utf-8", "errors": "backslashreplace"}  # JSON's own way, of half a pair
+    if path == "-" and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(**how)
     if path == "-" or in_place:  # a device, a pipe, a file in a folder of somebody else
-        with nullcontext(sys.stdout) if path == "-" else open(path, "w", encoding="utf-8") as file:
+        with nullcontext(sys.stdout) if path == "-" else open(path, "w", **how) as file:
             yield file
         return
     final = Path(path).resolve()
@@ -202,7 +218,7 @@ def _open_output(path: str) -> Iterator[Any]:
     if final.exists():
         final.open("a").close()  # may it be written?
     try:
-        with staging.open("w", encoding="utf-8") as file:
+        with staging.open("w", **how) as file:
             if final.exists():
                 staging.chmod(final.stat().st_mode & 0o777)
             yield file

@@ -12,10 +12,10 @@ from accel_ft.errors import run_command
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the report, or print the differences."""
     parser = argparse.ArgumentParser(prog="python -m accel_ft.report", description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("runs", nargs="+", type=_folder, metavar="RUN", help="folder of a run")
     parser.add_argument(
         "--output",
-        type=Path,
+        type=_folder,
         metavar="FOLDER",
         help="where to write report.html, and its pictures into report/ (default: the first run)",
     )
@@ -37,6 +37,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     from accel_ft.reporting.report import write_report
 
     print(f"report: {write_report(options.runs, options.output or options.runs[0])}")
+
+
+def _folder(word: str) -> Path:
+    return Path(word).expanduser()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ SPACE.yaml holds a line for each key to be varied:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -28,13 +29,16 @@ from threading import Lock
 from typing import Any
 
 import yaml
+from filelock import FileLock
 
 from accel_ft.config import SearchConfig, TrainConfig, checked, parse, read_settings, type_name
+from accel_ft.data.sources import check_first_rows
 from accel_ft.errors import ConfigError, first_line, nearest, require, run_command
 from accel_ft.runtime.files import locked, write_whole
 from accel_ft.runtime.logging import read_events
 
 POLL_SECONDS = 0.2
+FAILURES = 3  # after so many, and no trial at its end, the cause is the job
 IDLE = {  # settings that decide nothing of what a trial finds
     "output_dir", "report_to", "push_to_hub", "hub_model_id", "hub_private_repo", "ddp_timeout",
     "dataloader_num_workers", "per_device_eval_batch_size", "save_steps", "save_total_limit",
@@ -53,11 +57,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     require("search", "the search", "optuna")
     import optuna
 
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # it would print a failed trial's traceback
     settings, space = read_settings(config.job), read_settings(config.space)
     job = checked(TrainConfig, settings)
+    check_first_rows(job)
     ranges = _check_space(config, settings, space)
     config.output_dir.mkdir(parents=True, exist_ok=True)
+    with locked(config.output_dir, config.output_dir / ".lock" / "lock"):
+        _search(config, job, settings, space, ranges)
+
+
+def _search(
+    config: SearchConfig,
+    job: TrainConfig,
+    settings: dict[str, Any],
+    space: dict[str, Any],
+    ranges: dict[str, Any],
+) -> None:
+    import optuna
+
     study = optuna.create_study(
         study_name=job.best_metric,
         storage=f"sqlite:///{config.output_dir / 'study.db'}",
@@ -78,11 +96,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     for share in _shares(config):
         shares.put(share)
 
+    failures: list[int] = []
+
     def objective(trial: Any) -> float:
         chosen = {key: _suggest(trial, key, values) for key, values in space.items()}
         share = shares.get()
         try:
             return _run_trial(config, job, trial, chosen, os.environ | share)
+        except TrialFailed as error:
+            print(error, flush=True)
+            failures.append(trial.number)
+            if len(failures) >= FAILURES and not study.get_trials(states=ended):
+                study.stop()
+            raise
         finally:
             shares.put(share)
 
@@ -90,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         objective, n_trials=max(left, 0), n_jobs=config.parallel_trials, catch=(TrialFailed,)
     )
     if not study.get_trials(states=(optuna.trial.TrialState.COMPLETE,)):
-        raise ConfigError(f"{config.output_dir}: no trial came to its end; see their logs")
+        raise ConfigError(f"{config.output_dir}: no trial came to its end, as told above")
     best = config.output_dir / "best.yaml"
     found = {**settings, **study.best_params, "output_dir": str(config.output_dir / "best")}
     write_whole(best, yaml.safe_dump(found, sort_keys=False, allow_unicode=True))
@@ -247,8 +273,7 @@ def _run_trial(
             if process.poll() is None:
                 process.terminate()
                 process.wait()
-            with locked(folder, folder / "ranks" / "lock"):  # a launcher of one rank ends before it
-                pass
+            _wait_for_rank(folder / "ranks" / "lock")
     print(
         f"{folder.name}: {chosen}: {told[-1] if told else None}{' (stopped)' * pruned}", flush=True
     )
@@ -256,8 +281,17 @@ def _run_trial(
         raise optuna.TrialPruned
     ends = _events(folder, "end")
     if process.returncode != 0 or not ends:
-        raise TrialFailed(f"{folder}: failed ({process.returncode}), see its log")
+        told_last = (folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()
+        errors = [line for line in told_last if line.startswith("error: ")] or told_last or [""]
+        raise TrialFailed(f"{folder}: failed: {errors[-1]} (see its log)")
     return job.best_value(ends[-1], "eval_")
+
+
+def _wait_for_rank(lock: Path) -> None:
+    """Wait until a run gives its lock back: the launcher of one rank ends before it has saved."""
+    if lock.exists():
+        with contextlib.suppress(OSError), FileLock(lock, fallback_to_soft=False):
+            pass
 
 
 def _events(folder: Path, name: str) -> list[dict[str, Any]]:

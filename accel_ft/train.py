@@ -10,9 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from accel_ft.config import METRICS, TrainConfig, parse, settings_to_reproduce
-from accel_ft.errors import ConfigError, RankError, UserError, require, run_command
+from accel_ft.errors import ConfigError, Preempted, RankError, UserError, require, run_command
 
 logger = logging.getLogger("accel_ft.train")  # run with -m, its name is __main__
+
+OUTPUTS = (
+    "model",
+    "predictions.npz",
+    "mistakes.jsonl",
+    "config.yaml",
+    "metrics.jsonl",
+    "report.html",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -78,6 +87,10 @@ def fit(config: TrainConfig) -> None:
                 start_or_resume(run)
                 with dropout.on_cpu(accelerator.device):
                     train(run)
+            except Preempted:
+                run.trackers.finish()
+                watch.wait()  # where a rank ends, the launcher signals the others anew
+                raise
             finally:
                 run.close()
                 run.trackers.finish()
@@ -104,7 +117,7 @@ def _own(config: TrainConfig, lock: Path) -> Iterator[None]:
                 f"output_dir={folder}: already holds a run. "
                 "Fix: --resume_from_checkpoint latest to continue it, or another --output_dir"
             )
-        for name in ("model", "predictions.npz", "mistakes.jsonl"):
+        for name in OUTPUTS:
             if (folder / name).exists() and not (folder / "receipt.json").exists():
                 raise ConfigError(
                     f"output_dir={folder}: holds a `{name}` that is no run's, which this one's "
@@ -123,14 +136,13 @@ def _describe(config: TrainConfig, label_names: list[str], events: list[dict[str
     settings = config.resolved(resume_from_checkpoint=None, allow_changed=(), profile=False)
     told = settings.model_dump(mode="json", exclude_defaults=True)
     told["max_seq_length"] = config.max_seq_length
-    card = model_card(label_names, told, *results(events))
+    if "html" in config.report_to:
+        try:
+            write_report([config.output_dir], config.output_dir)
+        except Exception as error:  # the model is there, and more worth than its picture
+            logger.warning("the report could not be written: %s", str(error) or repr(error))
+    card = model_card(label_names, told, *results(events))  # the last thing: it says all is there
     write_whole(config.output_dir / "model" / "README.md", card)
-    if "html" not in config.report_to:
-        return
-    try:
-        write_report([config.output_dir], config.output_dir)
-    except Exception as error:  # the model is there, and more worth than its picture
-        logger.warning("the report could not be written: %s", str(error) or repr(error))
 
 
 def _say_farewell(config: TrainConfig, events: list[dict[str, Any]]) -> None:

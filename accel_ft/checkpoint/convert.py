@@ -105,7 +105,8 @@ def _deal_out(accelerator: Accelerator, folder: Path, model: Any, optimizer: Any
         weights = load_file(folder / WEIGHTS)
         saved = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
         name_of = {
-            id(parameter): name.replace("_fsdp_wrapped_module.", "")  # of FSDP1
+            # What FSDP1 and compile put into the names.
+            id(parameter): name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", "")
             for name, parameter in model.named_parameters()
         }
         names = [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]

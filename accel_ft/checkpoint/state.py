@@ -25,7 +25,9 @@ from accel_ft.runtime.watch import Watch
 logger = logging.getLogger(__name__)
 
 TRAINER_STATE = "trainer_state.json"
-RUN_STATE = ("step", "loss_weight", "best", "num_worse", "eval_is_due")  # a run's own, by name
+RUN_STATE = (  # a run's own, by name
+    "step", "loss_weight", "best", "num_worse", "eval_is_due", "num_nonfinite", "newest_nonfinite",
+)  # fmt: skip
 TRAINER_STATE_KEYS = {
     *RUN_STATE, "num_processes", "device", "identity", "scheduler", "loss_sums", "passed_over",
 }  # fmt: skip
@@ -238,7 +240,8 @@ def check_same_run(
     differences = [
         f"{key}: {saved.get(key)!r} in the checkpoint, {value!r} in this job"
         for key, value in identity.items()
-        if saved.get(key) != value and not (key in allowed and _can_differ(saved.get(key), value))
+        if saved.get(key) != value
+        and not (key in allowed and _can_differ(key, saved.get(key), value))
     ]
     if differences:
         raise CheckpointError(
@@ -247,9 +250,9 @@ def check_same_run(
         )
 
 
-def _can_differ(saved: Any, wanted: Any) -> bool:
+def _can_differ(key: str, saved: Any, wanted: Any) -> bool:
     """Other label names are a choice, another number of them another model."""
-    return not isinstance(wanted, list) or len(saved or ()) == len(wanted)
+    return key != "labels" or len(saved or ()) == len(wanted)
 
 
 def _first_line(error: BaseException) -> str:

@@ -7,6 +7,7 @@ Write: into a staging folder, which is sealed when all is in it; then, beside th
     checkpoints/.staging-step_00000500/       being written, or left over by a run that was killed
     checkpoints/.sealed-BOOT-step_00000500/   written, not on the disk yet
     checkpoints/step_00000500/                published
+    checkpoints/damaged-step_00000500/        passed over by a resume
 
 A killed process takes nothing along that it has written: the next one publishes what it finds
 sealed. A machine that went down does: what was sealed before its last start is dropped.
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 STAGING_PREFIX = ".staging-"
 SEALED_PREFIX = ".sealed-"
+ASIDE_PREFIX = "damaged-"
+NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 def checkpoint_folder(root: Path, step: int) -> Path:
@@ -61,7 +64,8 @@ def make_root(root: Path) -> None:
     """Make the folder of checkpoints, on the disk too."""
     root.mkdir(parents=True, exist_ok=True)
     for folder in (root, root.parent, root.parent.parent):
-        fsync(folder)
+        with contextlib.suppress(PermissionError):  # a folder of others may be closed to readers
+            fsync(folder)
 
 
 def start(final: Path) -> Path:
@@ -127,7 +131,7 @@ def verify(folder: Path) -> None:
     try:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
         entries = dict(json.loads(text)["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (*NOT_THERE, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder}: no readable {MANIFEST} ({error})") from error
     found = {path.relative_to(folder).as_posix() for path in _files(folder)} - {MANIFEST}
     faults = [f"{name} is missing" for name in sorted(entries.keys() - found)]
@@ -161,14 +165,19 @@ def prune(root: Path, keep: int | None, protected: int | None) -> None:
 
 
 def remove_leftovers(root: Path, damaged: Sequence[Path] = ()) -> None:
-    """Remove what killed runs were writing, and damaged checkpoints a resume passed over.
-
-    Were those left, they would count as the newest when the others are pruned.
+    """Remove what killed runs were writing, and set damaged checkpoints aside that a resume passed
+    over: they would count as the newest when the others are pruned.
     """
     for path in damaged:
-        remove(path)
+        aside = path.with_name(ASIDE_PREFIX + path.name)
+        remove(aside)
+        path.rename(aside)
+        logger.warning("%s is set aside as %s", path, aside.name)
     for prefix in (STAGING_PREFIX, SEALED_PREFIX):
         for path in root.glob(f"{prefix}*"):
+            if prefix == SEALED_PREFIX:
+                logger.warning("%s may not be whole (another machine's, or of before this one's "
+                               "start): removed", path)  # fmt: skip
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -71,7 +71,7 @@ class Source:
         """
         faults: list[str] = []
         columns_checked = False
-        for place, record in self.records():
+        for place, record in _until_unreadable(self.records(), faults):
             if len(faults) == MAX_FAULTS_READ:
                 break
             if isinstance(record, str):
@@ -105,6 +105,16 @@ class Source:
         """Return the texts of some rows by their number, 0 for the first."""
         rows = islice(self.rows(config), max(wanted, default=-1) + 1)
         return {number: text for number, (_, text, _) in enumerate(rows) if number in wanted}
+
+
+def _until_unreadable(records: Iterator[Record], faults: list[str]) -> Iterator[Record]:
+    """Yield records up to one where reading ends; the end is one more of the faults before it."""
+    try:
+        yield from records
+    except DataError as error:
+        if not faults:
+            raise
+        faults.append(str(error))
 
 
 def file_source(path: Path) -> Source:
@@ -167,27 +177,41 @@ def _read_delimited(file: IO[bytes], name: str, delimiter: str) -> Iterator[Reco
         (line for _, line in _text_lines(file, name)), delimiter=delimiter, strict=True
     )
     header: list[str] | None = None
-    start = 1
-    try:
-        for fields in reader:
-            place, start = f"line {start}", reader.line_num + 1
-            if not fields:
-                continue  # a blank line is no row
+    while True:
+        first = reader.line_num + 1
+        place = f"line {first}"
+        try:
+            fields = next(reader)
+        except StopIteration:
+            break
+        except csv.Error as error:
+            mend = f"{error}; close or double its quotes"
+            if "new-line character" in str(error):
+                mend = "a carriage return stands alone in it: save with other line ends"
+            fault = f"the row that starts here: {mend}"
             if header is None:
-                header = fields
-                twice = sorted({column for column in header if header.count(column) > 1})
-                if twice:
-                    raise DataError(
-                        f"{name}: {place}: column {twice[0]!r} occurs twice in the header"
-                    )
-            elif len(fields) != len(header):
-                yield place, f"{len(fields)} fields, where the header has {len(header)}"
-            else:
-                yield place, dict(zip(header, fields, strict=True))
-    except csv.Error as error:
-        yield f"line {start}", f"the row that starts here: {error}; close or double its quotes"
+                raise DataError(f"{name}: {place}: {fault}") from error
+            yield place, fault
+            continue
+        if not fields:
+            continue  # a blank line is no row
+        if header is None:
+            header = fields
+            _refuse_twice(name, header)
+        elif len(fields) != len(header):
+            yield place, f"{len(fields)} fields, where the header has {len(header)}"
+        elif delimiter == "\t" and reader.line_num > first:  # two rows, maybe, with quotes in both
+            yield place, f"its quotes make one row of lines {first} to {reader.line_num}"
+        else:
+            yield place, dict(zip(header, fields, strict=True))
     if header is None:
         raise DataError(f"{name}: is empty")
+
+
+def _refuse_twice(name: str, columns: list[str]) -> None:
+    twice = sorted({column for column in columns if columns.count(column) > 1})
+    if twice:
+        raise DataError(f"{name}: column {twice[0]!r} occurs twice")
 
 
 def _read_jsonl(file: IO[bytes], name: str) -> Iterator[Record]:
@@ -196,7 +220,7 @@ def _read_jsonl(file: IO[bytes], name: str) -> Iterator[Record]:
             continue
         try:
             record = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             yield f"line {number}", f"is not JSON ({error})"
             continue
         yield f"line {number}", _row(record)
@@ -208,7 +232,7 @@ def _read_json(file: IO[bytes], name: str) -> Iterator[Record]:
         raise DataError(f"{name}: is empty")
     try:
         items = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"{name}: is not JSON ({error}). Fix: one object a line is format jsonl"
         ) from error
@@ -231,12 +255,13 @@ def _read_parquet(path: str) -> Iterator[Record]:
     import pyarrow.parquet
 
     try:
-        number = 0
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024):
+        number, file = 0, pyarrow.parquet.ParquetFile(path)
+        _refuse_twice(path, file.schema_arrow.names)
+        for batch in file.iter_batches(batch_size=1024):
             for record in batch.to_pylist():
                 number += 1
                 yield f"row {number}", record
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DataError(f"{path}: cannot be read as parquet ({error})") from error
 
 

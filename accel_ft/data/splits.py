@@ -170,7 +170,14 @@ def _open(
         model_labels: taken where the training rows have the same ones.
         fixed: taken in any case.
     """
-    stores = {name: _store(source, config, tokenizer) for name, source in sources.items()}
+    stores, faults = {}, []
+    for name, source in sources.items():
+        try:
+            stores[name] = _store(source, config, tokenizer)
+        except DataError as error:
+            faults.append(str(error))
+    if faults:
+        raise DataError("\n".join(faults))
     names = list(model_labels)
     if not fixed:
         found = output_names(stores["train"], config)

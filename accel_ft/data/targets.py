@@ -6,6 +6,7 @@ Legend: K distinct cells of a source, C outputs of the model.
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,12 +19,13 @@ if TYPE_CHECKING:
     from accel_ft.data.tokenize import TokenStore
 
 FLOAT32_MAX = 3.4e38
+INTEGER = re.compile(r"-?[0-9]{1,4000}")
 LABELS_SHOWN, FAULTS_SHOWN = 20, 10
 
 
 def output_names(store: TokenStore, config: DataConfig) -> list[str]:
-    """Return the names of the model's outputs, in the order of their ids: integers by value, text
-    by alphabet; of a regression, its column.
+    """Return the names of the model's outputs, in the order of their ids: the source's own, or
+    integers by value, text by alphabet; of a regression, its column.
 
     Raises:
         DataError: there are too few labels to tell apart.
@@ -33,10 +35,13 @@ def output_names(store: TokenStore, config: DataConfig) -> list[str]:
     many = config.problem_type == "multi_label_classification"
     cells = store.labels
     names = sorted({name for cell in cells for name in json.loads(cell)} if many else cells)
-    if len(names) < (1 if many else 2):
-        found = f"every row has the label {names[0]!r}" if names else "no row has a label"
-        raise DataError(f"{store.name}: {found}. Needed: {1 if many else 2} labels or more")
-    if all(name.isascii() and name.isdigit() for name in names):
+    if len(cells) < 2:
+        same = "labels " + cells[0] if many else f"label {names[0]!r}"
+        found = f"every row has the {same}" if names else "no row has a label"
+        raise DataError(f"{store.name}: {found}: there is nothing to tell apart")
+    if store.label_names is not None and {*store.label_names} >= {*names}:
+        return [name for name in store.label_names if name in set(names)]
+    if all(INTEGER.fullmatch(name) for name in names):
         return sorted(names, key=lambda name: (int(name), name))
     return names
 
@@ -69,7 +74,8 @@ def targets(store: TokenStore, names: list[str], config: DataConfig) -> NDArray[
     ]
     if faults:
         allowed = ", ".join(names[:LABELS_SHOWN]) + (", ..." if len(names) > LABELS_SHOWN else "")
-        shown = "\n  ".join(faults[:FAULTS_SHOWN])
+        more = len(faults) - FAULTS_SHOWN
+        shown = "\n  ".join(faults[:FAULTS_SHOWN] + [f"... and {more} more"] * (more > 0))
         raise DataError(f"{store.name}: unknown labels. Allowed: {allowed}\n  {shown}")
     if not many:
         return np.array([id_of[label] for (label,) in sets], np.int64)
@@ -92,7 +98,7 @@ def canonical(value: Any, config: DataConfig, names: tuple[str, ...] | None) -> 
     if config.problem_type == "single_label_classification":
         return _label(value, names)
     if isinstance(value, str):
-        if value.strip().startswith(("['", '["')) or value.strip() == "[]":
+        if value.strip()[:1] + value.strip()[-1:] in ("[]", "()", "{}"):
             return None  # a list written as text, as pandas does
         value = [part.strip() for part in value.split(config.label_separator) if part.strip()]
     if not isinstance(value, list | tuple):

@@ -29,14 +29,14 @@ from numpy.typing import NDArray
 
 from accel_ft.config import DataConfig
 from accel_ft.data.plan import Ids
-from accel_ft.data.sources import Row, Source, Text
+from accel_ft.data.sources import Source, Text
 from accel_ft.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
 FORGOTTEN_SECONDS = 24 * 3600
 
-STORE_VERSION = 3  # of the layout above; part of the key
+STORE_VERSION = 4  # of the layout above; part of the key
 KEYS = {
     "text_column", "text_pair_column", "label_column", "problem_type", "label_separator",
     "max_seq_length",
@@ -52,6 +52,7 @@ class TokenStore:
         fingerprint: of content, columns, tokenizer and cut; 64 hex digits.
         labels: every label as written, in order of first occurrence.
         label_places: where each label occurs first.
+        label_names: in the source's own order, where it declares one.
         label_codes: of each row, its index in `labels`, int32 [n].
         text_hashes: of each row's text, uint64 [n].
     """
@@ -61,6 +62,7 @@ class TokenStore:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         self.labels: list[str] = meta["labels"]
         self.label_places: list[str] = meta["label_places"]
+        self.label_names: list[str] | None = meta["label_names"]
         self.num_empty_texts: int = meta["num_empty_texts"]
         self.num_cut_texts: int = meta["num_cut_texts"]
         self._tokens = _map(folder / "tokens.bin", np.int32, meta["num_tokens"])
@@ -131,7 +133,9 @@ def tokenize(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
     staging = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
     try:
         staging.chmod(folder.parent.stat().st_mode & 0o777)  # others may read what this user may
-        _write_store(staging, source.rows(config), tokenizer, config.max_seq_length)
+        _write_store(staging, source, config, tokenizer)
+        if not source.is_unchanged():  # its rows would stand under the hash of others
+            raise DataError(f"{source.name}: changed while it was read. Fix: start again")
         try:
             staging.rename(folder)
         except OSError:
@@ -160,7 +164,8 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
-def _write_store(folder: Path, rows: Iterator[Row], tokenizer: Any, max_seq_length: int) -> None:
+def _write_store(folder: Path, source: Source, config: DataConfig, tokenizer: Any) -> None:
+    rows, max_seq_length = source.rows(config), config.max_seq_length
     codes: dict[str, int] = {}
     places: list[str] = []
     num_rows = num_tokens = num_empty = num_cut = num_typed = 0
@@ -176,14 +181,14 @@ def _write_store(folder: Path, rows: Iterator[Row], tokenizer: Any, max_seq_leng
             encoded = _encode(tokenizer, [text for _, text, _ in chunk], max_seq_length)
             num_cut += _count_cut(encoded, max_seq_length)
             for (place, text, label), ids in zip(chunk, _arrays(encoded, tokenizer), strict=True):
-                whole = text if isinstance(text, str) else "\0".join(text)
+                parts = (text,) if isinstance(text, str) else text
                 if label not in codes:
                     codes[label] = len(codes)
                     places.append(place)
                 num_rows, num_tokens, num_empty = (
                     num_rows + 1,
                     num_tokens + ids.shape[-1],
-                    num_empty + (not whole.strip("\0 \t\r\n")),
+                    num_empty + any(not part.strip() for part in parts),
                 )
                 if ids.ndim == 2:
                     types.write(ids[1].astype(np.int8).tobytes())
@@ -191,12 +196,13 @@ def _write_store(folder: Path, rows: Iterator[Row], tokenizer: Any, max_seq_leng
                 tokens.write(np.atleast_2d(ids)[0].tobytes())
                 offsets.write(num_tokens.to_bytes(8, "little"))
                 labels.write(codes[label].to_bytes(4, "little"))
-                hashes.write(hashlib.blake2b(whole.encode(), digest_size=8).digest())
+                hashes.write(hashlib.blake2b("\0".join(parts).encode(), digest_size=8).digest())
     meta = {
         "labels": list(codes),
         "label_places": places,
         "num_rows": num_rows,
         "num_tokens": num_tokens,
+        "label_names": source.label_names,
         "has_types": num_typed > 0,
         "num_empty_texts": num_empty,
         "num_cut_texts": num_cut,

@@ -23,7 +23,7 @@ from accel_ft.engine.evaluation import make_eval_loader
 from accel_ft.engine.fitting import largest_micro_batch
 from accel_ft.engine.run import Run
 from accel_ft.engine.step import forward
-from accel_ft.errors import CheckpointError, ConfigError, nearest
+from accel_ft.errors import CheckpointError, ConfigError, DataError, nearest
 from accel_ft.model import load
 from accel_ft.model.adapters import choose_trained
 from accel_ft.model.optim import (
@@ -61,6 +61,9 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     watch.stage("data")
     with watch.first(accelerator.is_local_main_process):  # it tokenises, others find its cache
         splits = load_splits(config, tokenizer, load.labels_of(base))
+    read = watch.tell([splits.train.fingerprint(), splits.validation.fingerprint()])
+    if any(each != read[0] for each in read):
+        raise DataError(f"the ranks read different rows: {read}. Fix: the same files everywhere")
     _warn_of_other_labels(config, splits.label_names, load.labels_of(base))
     if config.best_label not in (None, *splits.label_names):
         raise ConfigError(
@@ -89,6 +92,15 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     model, counts, optimizer, scheduler = _build_model(
         config, accelerator, watch, splits, tokenizer, pad, num_steps
     )
+    identity = {
+        "labels": splits.label_names,
+        "train_data": splits.train.fingerprint(),
+        **config.model_dump(mode="json", include=IDENTITY_KEYS),
+    }
+    if config.lora_r is not None:  # its checkpoints hold nothing of the pretrained model
+        is_main = accelerator.is_main_process
+        found = load.provenance(config.model_name_or_path) if is_main else None
+        identity["pretrained"] = watch.tell(found)[0]
     trackers = Trackers(accelerator)
 
     def eval_loader(split: Any) -> Any:
@@ -116,11 +128,7 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
         num_trained=counts[True],
         num_steps=num_steps,
         accumulation_steps=accumulation_steps,
-        identity={
-            "labels": splits.label_names,
-            "train_data": splits.train.fingerprint(),
-            **config.model_dump(mode="json", include=IDENTITY_KEYS),
-        },
+        identity=identity,
         events=EventLog(
             config.output_dir / "metrics.jsonl", accelerator.is_main_process, trackers.log
         ),
@@ -287,18 +295,23 @@ def is_finished(run: Run) -> bool:
         return False
     if step > run.num_steps:
         logger.info("it was trained for %d updates, %d are asked for", step, run.num_steps)
+    _check_receipt(run)
+    return True
+
+
+def _check_receipt(run: Run) -> None:
     receipt = json.loads((run.output_dir / "receipt.json").read_text(encoding="utf-8"))
     state.check_same_run(
         run.output_dir, receipt["identity"], run.identity, run.config.allow_changed
     )
-    return True
 
 
 def start_or_resume(run: Run) -> None:
     """Load the checkpoint asked for, if there is one, and write what describes the run. Collective.
 
     Raises:
-        CheckpointError: it is missing, damaged, another job's, or older than others of this run.
+        CheckpointError: it is missing, damaged, another job's, or older than others of this run; or
+            the folder holds a run that would be lost.
     """
     wanted, accelerator = run.config.resume_from_checkpoint, run.accelerator
     for name in run.config.allow_changed:
@@ -309,8 +322,16 @@ def start_or_resume(run: Run) -> None:
             )
     folder = state.find(run.watch, run.checkpoints, wanted)
     if folder is not None:
+        is_own = folder.resolve().parent == run.checkpoints.resolve()
+        if not is_own and (run.output_dir / "receipt.json").is_file():
+            _check_receipt(run)
         run.resume(folder)
         logger.info("resumed from %s: %d of %d updates done", folder, run.step, run.num_steps)
+    elif any(event["event"] == "end" for event in read_events(run.events.path)):
+        raise CheckpointError(
+            f"{run.output_dir}: holds a finished run, whose checkpoints are gone: it cannot go on. "
+            "Fix: another output_dir"
+        )
     elif wanted is not None:
         logger.info("no checkpoint in %s yet: starting from the beginning", run.checkpoints)
     later = [path for step, path in transaction.list_published(run.checkpoints) if step > run.step]
@@ -320,21 +341,23 @@ def start_or_resume(run: Run) -> None:
             f"{later[-1].name}. Fix: another output_dir, or remove them yourself"
         )
     run.watch.wait()  # all have looked
+    run.trackers.start(run.config, run.step)
     if accelerator.is_main_process:
         transaction.make_root(run.checkpoints)
         transaction.remove_leftovers(run.checkpoints, later)
         _check_space(run)
+        _describe(run)
         transaction.remove(run.output_dir / "model")  # of an earlier end: what goes on has none yet
         for name in ("predictions.npz", "mistakes.jsonl"):
             (run.output_dir / name).unlink(missing_ok=True)
         run.events.rewind(run.step, run.eval_is_due)
         if run.step > 0:
             run.events.write("resume", step=run.step, num_processes=accelerator.num_processes)
-        _describe(run)
-    run.trackers.start(run.config, run.step)
     run.watch.wait()
-    if run.config.on_nonfinite == "rollback" and run.step == 0:
-        run.save()  # what the first update can be rolled back to
+    has_own = transaction.checkpoint_folder(run.checkpoints, run.step).is_dir()
+    is_needed = run.step > 0 or run.config.on_nonfinite == "rollback"
+    if is_needed and not run.watch.tell(has_own)[0]:
+        run.save()  # what it can be rolled back to, or go on from
 
 
 def _check_space(run: Run) -> None:
@@ -346,7 +369,7 @@ def _check_space(run: Run) -> None:
     there = len(transaction.list_published(run.checkpoints))
     updates, per_epoch = run.num_steps - run.step, run.plan.steps_per_epoch
     wanted = checkpoint_bytes(run, run.config, updates, per_epoch, there)
-    free = shutil.disk_usage(run.output_dir).free
+    free = shutil.disk_usage(run.checkpoints).free  # maybe a disk of its own
     if free < wanted:
         raise CheckpointError(
             f"output_dir={run.output_dir}: {free / 1e6:,.0f} MB are free on its disk, this run "
@@ -379,8 +402,6 @@ def checkpoint_bytes(
 
 def _describe(run: Run) -> None:
     """Write config.yaml and receipt.json."""
-    settings = run.config.resolved(resume_from_checkpoint=None, allow_changed=(), profile=False)
-    write_whole(run.output_dir / "config.yaml", settings.to_yaml())
     splits = {"train": run.splits.train, "validation": run.splits.validation}
     if run.splits.test is not None:
         splits["test"] = run.splits.test
@@ -398,3 +419,5 @@ def _describe(run: Run) -> None:
         "pretrained": load.provenance(run.config.model_name_or_path),
     }
     write_receipt(run.output_dir / "receipt.json", run.accelerator, about)
+    settings = run.config.resolved(resume_from_checkpoint=None, allow_changed=(), profile=False)
+    write_whole(run.output_dir / "config.yaml", settings.to_yaml())

@@ -120,7 +120,7 @@ def may_skip(run: Run) -> bool:
     shown = ", ".join(map(str, ids[:10])) + (", ..." if len(ids) > 10 else "")
     message = f"update {number}: {what}; samples {shown} of {run.splits.train.store.name}"
     if policy == "stop" or run.num_nonfinite > IN_A_ROW:
-        _write_event(run, "stop", number, ids, losses)
+        _write_event(run, "stop", number, ids, losses, run.step)
         newest = [path.name for _, path in transaction.list_published(run.checkpoints)][-1:]
         raise UserError(
             f"{message}, counted from 0. The weights are those of update {outcome.step}; the "
@@ -131,7 +131,8 @@ def may_skip(run: Run) -> bool:
     logger.warning("%s: %s", message, policy)
     if policy == "rollback":
         _roll_back_to_newest(run, outcome.step)
-    _write_event(run, policy, number, ids, losses)
+    # One that is skipped comes again at a resume from before it; a rollback is not undone by one.
+    _write_event(run, policy, number, ids, losses, number if policy == "skip" else run.step)
     return policy == "skip"
 
 
@@ -152,9 +153,11 @@ def _nonfinite_places(run: Run, outcome: Outcome) -> tuple[NDArray[np.int64], li
     return np.concatenate([np.array(places) for places, _ in told]), [loss for _, loss in told]
 
 
-def _write_event(run: Run, policy: str, update: int, ids: list[int], losses: list[str]) -> None:
+def _write_event(
+    run: Run, policy: str, update: int, ids: list[int], losses: list[str], step: int
+) -> None:
     run.events.write(
-        "nonfinite", step=run.step, update=update, policy=policy, losses=losses, sample_ids=ids
+        "nonfinite", step=step, update=update, policy=policy, losses=losses, sample_ids=ids
     )
 
 
@@ -162,9 +165,14 @@ def _roll_back_to_newest(run: Run, sick_step: int) -> None:
     """Load the newest sound checkpoint, and leave the present batch out from now on."""
     folder = state.find(run.watch, run.checkpoints, "latest")
     assert folder is not None  # `rollback` saves before the first update
+    if run.accelerator.is_main_process:
+        later = [path for _, path in transaction.list_published(run.checkpoints) if path > folder]
+        transaction.remove_leftovers(run.checkpoints, later)
+    counts = run.num_nonfinite, run.newest_nonfinite
     run.passed_over.add(sick_step)
     run.outcomes.clear()
     run.resume(folder)
+    run.num_nonfinite, run.newest_nonfinite = counts
     run.events.rewind(run.step, run.eval_is_due)
     logger.warning("rolled back to update %d", run.step)
 

@@ -141,9 +141,8 @@ class Run:
                 self.profiler = make_profiler(self.output_dir / "profile", rank)
                 self.profiler.start()
         self.timed_since = time.monotonic()
-        is_best = self.eval_is_due and self.evaluate()
-        if is_best and not self.watch.tell(self._best_folder().is_dir())[0]:  # from another folder
-            self.save()
+        if self.eval_is_due:
+            self.evaluate()
         start = self.step * self.num_micro_batches
         workers = self.config.dataloader_num_workers
         self.loader = make_loader(self.accelerator, self.train_batches, start, workers)
@@ -310,7 +309,7 @@ class Run:
         scores = self._measure("eval", self.validation_loader, self.splits.validation)
         self.eval_is_due = False
         metric, ahead = self.config.best_metric, math.inf
-        value = self.config.best_value(scores)
+        value = self.watch.tell(self.config.best_value(scores))[0]  # to the last bit on all ranks
         if not math.isfinite(value):
             ahead = -math.inf
         elif self.best is not None:

@@ -129,7 +129,8 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
 
 def load_parts(folder: str) -> tuple[Any, Any, list[str]]:
     """Load architecture, tokenizer and label names (by id) of a resolved, finished classifier; a
-    decoder that names no pad token takes the tokenizer's: by it, it finds the last token of a text.
+    decoder that names no pad token takes the tokenizer's: by it, it finds the last token of a text;
+    texts are padded with the model's where it names one.
 
     Raises:
         ConfigError: where they cannot be had, or it is no classifier.
@@ -137,7 +138,10 @@ def load_parts(folder: str) -> tuple[Any, Any, list[str]]:
     tokenizer = load_tokenizer(folder, "checkpoint")
     config = load_model_config(folder, "checkpoint")
     of_text = config.get_text_config()  # a part, where the model is not of texts alone
-    if getattr(of_text, "pad_token_id", None) is None:
+    padding = getattr(of_text, "pad_token_id", None)
+    if isinstance(padding, int) and 0 <= padding < len(tokenizer):  # by it, the model finds places
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding)
+    else:
         of_text.pad_token_id = tokenizer.pad_token_id
     names = labels_of(config)
     if not names:

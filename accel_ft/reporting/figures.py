@@ -25,7 +25,7 @@ def curves(records: Sequence[Record]) -> dict[str, Figure]:
             points = [(e["step"], e[key]) for e in record.of(event) if e.get(key) is not None]
             marker = "o" if len(points) < MARKED_POINTS else None  # a line of one point is none
             steps, found = [step for step, _ in points], [value for _, value in points]
-            axes.plot(steps, found, label=record.name, linewidth=1.2, marker=marker)
+            axes.plot(steps, found, label=_plain(record.name), linewidth=1.2, marker=marker)
         title = key.replace("eval_", "validation ").replace("_", " ")
         axes.set(title=title, xlabel="update")
         axes.grid(alpha=0.3)
@@ -33,6 +33,11 @@ def curves(records: Sequence[Record]) -> dict[str, Figure]:
             axes.legend(fontsize=8)
         drawn[f"{event}_{key.removeprefix('eval_')}"] = figure
     return drawn
+
+
+def _plain(name: str) -> str:
+    """A name as a legend shows it: no formula, and not left out for its first letter."""
+    return (" " * name.startswith("_")) + name.replace("$", r"\$")
 
 
 def confusion(matrix: NDArray[np.int64], names: Sequence[str]) -> Figure:

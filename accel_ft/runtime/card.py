@@ -27,7 +27,10 @@ def model_card(
         name if is_hub_id(name) else None
         for name in (settings.get("model_name_or_path"), settings.get("dataset_name"))
     )
-    name = settings.get("hub_model_id") or Path(str(settings.get("output_dir", "model"))).name
+    name = (
+        settings.get("hub_model_id")
+        or Path(str(settings.get("output_dir", "model"))).absolute().name
+    )
     rows = settings.get("dataset_name") or settings.get("train_file") or "unknown"
     results = [
         EvalResult(
@@ -52,7 +55,9 @@ def model_card(
     )
     measured = "".join(f"| {metric} | {value:.4f} |\n" for metric, value in (scores or {}).items())
     keys = "".join(
-        f"| `{key}` | `{value}` |\n" for key, value in settings.items() if value not in (None, [])
+        f"| `{key}` | `{str(value).replace('|', chr(92) + '|')}` |\n"
+        for key, value in settings.items()
+        if value not in (None, [])
     )
     heading = f"\n## Evaluation, on the {split} rows\n\n| metric | value |\n|---|---|\n"
     evaluation = heading + measured if measured else ""

@@ -1,5 +1,6 @@
 """What a run tells: messages on the terminal (rank 0), events in metrics.jsonl, a progress bar."""
 
+import contextlib
 import json
 import logging
 import sys
@@ -12,11 +13,29 @@ from tqdm import tqdm
 from accel_ft.runtime.files import fsync, write_whole
 
 
+class _Terminal:
+    """Standard error, which may go away (`| tee`) or be full: no reason to end a run."""
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
+
+
+TERMINAL = _Terminal()
+
+
 class _TqdmHandler(logging.Handler):
     """Writes a message above a running progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)
+        tqdm.write(self.format(record), file=TERMINAL)
 
 
 def setup_logging(rank: int) -> None:
@@ -39,6 +58,7 @@ def progress_bar(done: int, total: int, shown: bool) -> Any:
     """Return a bar of updates; in a log file it writes a line each half minute."""
     often = 0.2 if sys.stderr.isatty() else 30.0
     return tqdm(
+        file=TERMINAL,
         total=total,
         initial=done,
         unit="update",

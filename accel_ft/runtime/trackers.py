@@ -2,6 +2,7 @@
 
 import logging
 import os
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,13 +55,16 @@ class Trackers:
             for key, value in config.model_dump(mode="json").items()
             if value is not None
         }
-        name = str(config.output_dir.absolute()).strip("/").replace("/", "-")
-        again = {"name": name, "resume": "allow"}
         folder = config.output_dir / "trackers"  # of those with local files
         folder.mkdir(exist_ok=True)
+        known = folder / "id"  # a new start in the same folder is another run
+        if (step == 0 or not known.is_file()) and self.accelerator.is_main_process:
+            known.write_text(secrets.token_hex(4), encoding="utf-8")
+        run_id = known.read_text(encoding="utf-8") if known.is_file() else ""
+        name = str(config.output_dir.absolute()).strip("/").replace("/", "-")
         options: dict[str, Any] = {
-            "wandb": again | {"id": name[-64:], "dir": str(folder)},
-            "trackio": again,
+            "wandb": {"name": name, "id": run_id, "resume": "allow", "dir": str(folder)},
+            "trackio": {"name": f"{name}-{run_id}", "resume": "allow"},
             "mlflow": {"run_name": name},
             "tensorboard": {"purge_step": step + 1 if step else None},
         }

@@ -170,7 +170,7 @@ class Watch:
             self._failed = f"{type(error).__name__}: {error}"
             words = lost or self._words(self._beat, f"failed ({self._failed})")
             leave_last_words(f"error: {words}")  # the launcher may end this rank from here on
-            print("".join(traceback.format_exception(error)), file=self._log, flush=True)
+            self._say("".join(traceback.format_exception(error)), aloud=False)
         self._wake.send(b"\0")  # no signal has the number 0: the thread's end
         self._thread.join()
         ended = error is None or isinstance(error, Preempted) or self._interrupted

@@ -3,6 +3,7 @@
 import errno
 import gzip
 import json
+import logging
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, events_of, run_hash
+from conftest import LATEST, ROOT, cut_off, events_of, run_hash
 from filelock import FileLock
 from safetensors.torch import load_file
 
@@ -28,6 +29,7 @@ from accel_ft.engine import nonfinite as handling
 from accel_ft.engine.run import Run
 from accel_ft.errors import CheckpointError, ConfigError, Preempted, RankError, UserError
 from accel_ft.runtime import files
+from accel_ft.runtime.logging import progress_bar, setup_logging
 from accel_ft.runtime.watch import Watch
 
 SICK_STEP = 5  # counted from 0
@@ -102,6 +104,77 @@ def test_rollback_passes_over_the_batch(
     newest = transaction.list_published(run / "checkpoints")[-1][1]
     assert state.read_trainer_state(newest)["passed_over"] == [SICK_STEP]
     assert all(torch.isfinite(value).all() for value in weights(run, 12).values())
+
+
+def test_rollback_before_the_first_save_of_its_own(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes on from another's checkpoint begins with one in its own folder."""
+    train.main([*words, "--max_steps", "2"])
+    theirs = tmp_path / "run/checkpoints/step_00000002"
+    make_sick(monkeypatch, {1})
+    words = [*words, "--output_dir", str(tmp_path / "other"), "--save_steps", "100"]
+    train.main([*words, "--on_nonfinite", "rollback", "--resume_from_checkpoint", str(theirs)])
+    (event,) = nonfinite(tmp_path / "other")
+    assert (event["step"], event["update"]) == (2, 3)
+    assert (tmp_path / "other/checkpoints/step_00000002").is_dir()
+
+
+def test_rollback_sets_aside_what_it_passes_over(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would count as the newest when older ones are pruned."""
+    make_sick(monkeypatch, {2 * SICK_STEP})
+    may_skip, root = loop.may_skip, tmp_path / "run/checkpoints"
+
+    def damage(run: Run) -> bool:
+        run.settle()
+        for step in (4, 5):
+            (root / f"step_{step:08d}/optimizer.bin").unlink()
+        return may_skip(run)
+
+    monkeypatch.setattr(loop, "may_skip", damage)
+    train.main([*words, "--on_nonfinite", "rollback", "--save_total_limit", "3"])
+    kept = [f"damaged-step_{step:08d}" for step in (4, 5)]
+    kept += [f"step_{step:08d}" for step in (10, 11, 12)]
+    assert sorted(path.name for path in root.iterdir()) == kept
+
+
+def test_a_skip_comes_once_in_the_log_of_a_run_that_goes_on(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_sick(monkeypatch, {2 * SICK_STEP})
+    train.main([*words, "--on_nonfinite", "skip"])
+    run = tmp_path / "run"
+    (event,) = nonfinite(run)
+    assert event["step"] == event["update"] == SICK_STEP + 1
+    cut_off(run, SICK_STEP)
+    monkeypatch.undo()
+    make_sick(monkeypatch, {0})
+    train.main([*words, "--on_nonfinite", "skip", *LATEST])
+    assert len(nonfinite(run)) == 1
+    newest = transaction.list_published(run / "checkpoints")[5][1]
+    assert state.read_trainer_state(newest)["newest_nonfinite"] == SICK_STEP
+
+
+def test_a_terminal_that_is_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        def write(self, text: str) -> None:
+            raise BrokenPipeError
+
+        def flush(self) -> None:
+            raise BrokenPipeError
+
+        def isatty(self) -> bool:
+            return True
+
+    setup_logging(0)
+    monkeypatch.setattr(sys, "stderr", Gone())
+    bar = progress_bar(0, 2, True)
+    logging.getLogger("accel_ft").warning("saving")
+    bar.update(2)
+    bar.refresh()
+    bar.close()
 
 
 LATE = "--save_steps 5 --logging_steps 4 --eval_steps 12".split()  # update 6 is read late

@@ -55,6 +55,14 @@ def test_changed_rates_and_more_epochs_hold_from_the_resume_on(
         }
 
 
+def test_lists_may_be_changed_by_name(words: list[str], tmp_path: Path) -> None:
+    train.main([*words, "--max_steps", "2"])
+    words = [*words, *LATEST, "--max_steps", "3", "--class_weights", "1,2,3,4"]
+    with pytest.raises(CheckpointError, match="class_weights: None in the checkpoint"):
+        train.main(words)
+    train.main([*words, "--allow_changed", "class_weights"])
+
+
 def test_a_model_that_left_its_run_is_measured_as_in_it(
     words: list[str], tmp_path: Path, odd_file: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -372,8 +380,12 @@ def test_onnx_beside_its_weights(
     assert (out / "model.onnx.data").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("end", ["[SEP]", "[UNK]"])
-def test_a_decoder_that_names_no_pad_token(end: str, tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("end", "padding"), [("[SEP]", None), ("[UNK]", None), ("[SEP]", 0), ("[SEP]", -1)]
+)
+def test_a_decoder_whose_tokenizer_has_no_pad_token(
+    end: str, padding: int | None, tiny_model: Path, tmp_path: Path
+) -> None:
     """The last token of each text decides, not that of the longest; also where all end in the end token."""
     from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
 
@@ -392,7 +404,9 @@ def test_a_decoder_that_names_no_pad_token(end: str, tiny_model: Path, tmp_path:
     assert config.pad_token_id is None
     torch.manual_seed(0)
     model = GPT2ForSequenceClassification(config).eval()
+    model.config.pad_token_id = padding
     model.save_pretrained(tmp_path)
+    model.config.pad_token_id = None
     tokenizer.save_pretrained(tmp_path)
     texts = ["goal", "bank of the league", "the a of in goal striker coach"]
     found = load_classifier(tmp_path, all_scores=True).predict(texts)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import events_of, job_words, run_hash
+from conftest import LATEST, cut_off, events_of, job_words, run_hash
 from safetensors.torch import load_file, save_file
 
 from accel_ft import evaluate, predict, train
 from accel_ft.config import TrainConfig, parse
 from accel_ft.engine.build import build
-from accel_ft.errors import CheckpointError, ConfigError, UserError
+from accel_ft.errors import CheckpointError, ConfigError, DataError, UserError
 from accel_ft.runtime.watch import Watch
 
 
@@ -299,10 +299,82 @@ def test_damaged_ones_do_not_outlive_the_sound(finished: Path, tmp_path: Path) -
     ]
     train.main([*words, "--resume_from_checkpoint", "latest"])
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        "damaged-step_00000011",
+        "damaged-step_00000012",
         "step_00000011",
         "step_00000012",
     ]
     assert run_hash(run)["optimizer"] == run_hash(finished)["optimizer"]
+
+
+def test_a_checkpoint_with_a_note_in_it_is_not_thrown_away(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    cut_off(run, 8)
+    (run / "checkpoints/step_00000008/NOTES.txt").write_text("mine")
+    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(run), *LATEST]
+    train.main(words)
+    assert "NOTES.txt is of unknown origin" in capsys.readouterr().err
+    assert (run / "checkpoints/damaged-step_00000008/NOTES.txt").read_text() == "mine"
+    assert run_hash(run)["optimizer"] == run_hash(finished)["optimizer"]
+
+
+def test_a_finished_run_without_checkpoints_is_not_trained_over(
+    finished: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run, ignore=shutil.ignore_patterns("checkpoints"))
+    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(run), *LATEST]
+    before = run_files(run)
+    with pytest.raises(CheckpointError, match="whose checkpoints are gone"):
+        train.main([*words, "--num_train_epochs", "3"])
+    assert run_files(run) == before
+
+
+def run_files(run: Path) -> dict[str, bytes]:
+    files = (path for path in run.rglob("*") if path.is_file() and "ranks" not in path.parts)
+    return {str(path.relative_to(run)): path.read_bytes() for path in files}
+
+
+def test_another_runs_checkpoint_does_not_replace_a_run(finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(run)]
+    train.main([*words, "--seed", "7", "--max_steps", "2", "--save_steps", "2"])
+    before = run_files(run)
+    theirs = ["--resume_from_checkpoint", str(finished / "checkpoints/step_00000008")]
+    with pytest.raises(CheckpointError, match="belongs to another job(.|\n)*seed: 7"):
+        train.main([*words, *theirs])
+    assert run_files(run) == before
+
+
+def test_a_start_that_fails_leaves_the_model(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accel_ft.runtime.trackers import Trackers
+
+    def refuse(*_: object) -> None:
+        raise ConfigError("no login")
+
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    before = run_files(run)
+    monkeypatch.setattr(Trackers, "start", refuse)
+    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(run), *LATEST]
+    with pytest.raises(ConfigError, match="no login"):
+        train.main([*words, "--num_train_epochs", "3"])
+    assert run_files(run) == before
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
+def test_a_file_of_the_users_is_not_replaced(finished: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).write_text("{}\n")
+    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run")]
+    with pytest.raises(ConfigError, match=f"holds a `{name}` that is no run's"):
+        train.main([*words, *LATEST])
+    assert (tmp_path / "run" / name).read_text() == "{}\n"
 
 
 def test_damaged_checkpoint(
@@ -501,5 +573,23 @@ def test_predict_keeps_order_and_ids(
     predict.main(["--checkpoint", str(model), "--input", "-"])
     assert [json.loads(line)["label"] for line in capsys.readouterr().out.splitlines()] == expected
 
+    lines = "\n".join(json.dumps({"text": record["text"]}) for record in records)
+    StandardInput.buffer = io.BufferedReader(io.BytesIO(b"\xef\xbb\xbf \n" + lines.encode()))
+    predict.main(["--checkpoint", str(model), "--input", "-"])  # JSON, for all its beginning
+    assert [json.loads(line)["label"] for line in capsys.readouterr().out.splitlines()] == expected
+
     predict.main(["--checkpoint", str(model), "--text", records[0]["text"]])
     assert json.loads(capsys.readouterr().out)["label"] == expected[0]
+
+    half = tmp_path / "half.jsonl"
+    half.write_text('{"id": "\\ud83d", "text": "x"}\n')
+    predict.main(
+        ["--checkpoint", str(model), "--input", str(half), "--output", str(tmp_path / "o")]
+    )
+    assert json.loads((tmp_path / "o").read_text(encoding="utf-8"))["id"] == "\ud83d"
+    with pytest.raises(DataError, match="text: holds half a surrogate pair"):
+        predict.main(["--checkpoint", str(model), "--text", "\ud83d"])
+    from accel_ft import load_classifier
+
+    with pytest.raises(DataError, match=r"texts\[1\]: holds half a surrogate pair"):
+        load_classifier(model).predict(["x", "\ud83d"])

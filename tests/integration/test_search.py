@@ -88,6 +88,8 @@ def test_trials_at_the_same_time_have_gpus_of_their_own(
 
 STAND_IN = """
 import fcntl, json, os, sys, time, yaml
+if "FAILS" in os.environ:
+    sys.exit("error: the rows are bad")
 keys = yaml.safe_load(open(sys.argv[sys.argv.index("--config") + 1]))
 events = open(keys["output_dir"] + "/metrics.jsonl", "w", buffering=1)
 rate = float(keys["learning_rate"])
@@ -181,6 +183,17 @@ def test_trials_at_the_same_time(search_of_stand_ins) -> None:
     assert max(first.datetime_start, second.datetime_start) < min(
         first.datetime_complete, second.datetime_complete
     )
+
+
+def test_a_job_that_cannot_run_is_told_once(
+    search_of_stand_ins, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAILS", "1")
+    with pytest.raises(ConfigError, match="no trial came to its end"):
+        search_of_stand_ins("learning_rate: {low: 0.1, high: 0.9}\n", "--num_trials", "20")
+    told = capsys.readouterr()
+    assert told.out.count("failed: error: the rows are bad (see its log)") == 3
+    assert "Traceback" not in told.out + told.err
 
 
 def test_a_trial_ends_when_its_rank_has(

@@ -61,6 +61,26 @@ def test_trackio_reads_what_was_logged(
     assert json.loads(line) == pytest.approx(losses)
 
 
+def test_a_new_start_in_the_same_folder_is_another_run(tmp_path: Path) -> None:
+    """The service would go on with the old one, and drop the steps that it knows."""
+    from types import SimpleNamespace
+
+    from accel_ft.config import TrainConfig
+    from accel_ft.runtime.trackers import Trackers
+
+    pytest.importorskip("tensorboard")
+    seen = []
+    accelerator = SimpleNamespace(
+        is_main_process=True, trackers=[], init_trackers=lambda *told: seen.append(told[2])
+    )
+    job = TrainConfig(output_dir=tmp_path, report_to=("tensorboard",))
+    for step in (0, 5, 0):
+        Trackers(accelerator).start(job, step)
+    first, again, other = (options["wandb"]["id"] for options in seen)
+    assert first == again != other
+    assert len({options["trackio"]["name"] for options in seen}) == 2
+
+
 def test_a_tracker_that_is_not_there(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="report_to=tensorbord: no such tracker. Did you mean"):
         train.main([*words, "--report_to", "tensorbord"])

@@ -201,9 +201,19 @@ def test_several_labels_resume(tmp_path: Path, tiny_model: Path) -> None:
 def test_a_list_that_pandas_wrote_as_text(tmp_path: Path, tiny_model: Path) -> None:
     """It would become labels made of brackets."""
     bad = tmp_path / "bad.csv"
-    bad.write_text("text,label\na,\"['World', 'Sports']\"\nb,\"['World']\"\nc,[]\n")
+    bad.write_text(
+        "text,label\na,\"['World', 'Sports']\"\nb,\"['World']\"\nc,[]\nd,\"[0, 2]\"\ne,\"('x', 'y')\"\n"
+    )
     words = job(tiny_model, bad, bad, tmp_path / "run")
-    with pytest.raises(DataError, match="3 faulty rows(.|\n)*not a list of different labels"):
+    with pytest.raises(DataError, match="5 faulty rows(.|\n)*not a list of different labels"):
+        train.main([*words, "--problem_type", "multi_label_classification"])
+
+
+def test_a_row_of_zeros_and_ones(tmp_path: Path, tiny_model: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("".join(f'{{"text": "a", "label": {each}}}\n' for each in ([0, 1], [1, 0])))
+    words = job(tiny_model, bad, bad, tmp_path / "run")
+    with pytest.raises(DataError, match="every row has the labels .*nothing to tell apart"):
         train.main([*words, "--problem_type", "multi_label_classification"])
 
 

@@ -1,12 +1,13 @@
 """What is trained: frozen encoders, layer-wise rates, gradient checkpointing, adapters."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import cut_off, events_of, run_hash
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from accel_ft import train
 from accel_ft.config import TrainConfig
@@ -114,6 +115,21 @@ def test_adapters(words: list[str], tmp_path: Path, tiny_model: Path) -> None:
     scores = load_classifier(run, all_scores=True).predict(texts)
     for again in (checkpoint, run / "model"):
         assert load_classifier(again, all_scores=True).predict(texts) == scores
+
+
+def test_adapters_of_another_base_do_not_go_on(
+    words: list[str], tmp_path: Path, tiny_model: Path
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(tiny_model, base)
+    words = [*words, *LORA, "--model_name_or_path", str(base)]
+    stopped_words = [*words, "--max_steps", "4"]
+    train.main(stopped_words)
+    weights = load_file(base / "model.safetensors")
+    save_file({name: 2 * value for name, value in weights.items()}, base / "model.safetensors",
+              metadata={"format": "pt"})  # fmt: skip
+    with pytest.raises(CheckpointError, match="belongs to another job(.|\n)*pretrained: "):
+        train.main([*words, "--max_steps", "6", "--resume_from_checkpoint", "latest"])
 
 
 def architectures() -> dict[str, Any]:

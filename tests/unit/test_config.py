@@ -186,6 +186,23 @@ def test_print_config_feeds_back(tmp_path: Path, capsys: pytest.CaptureFixture[s
     )
 
 
+def test_a_union_is_told_what_is_wrong_with_what_was_meant() -> None:
+    message = fault("--class_weights", "1,0,1")
+    assert "greater than 0" in message
+    assert "balanced" not in message.partition("Allowed")[0]
+
+
+def test_rows_are_not_replaced_and_pairs_not_ignored(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.csv"
+    rows.touch()
+    words = ["--checkpoint", "m", "--test_file", str(rows), "--output", str(rows)]
+    with pytest.raises(ConfigError, match="is a file of rows"):
+        parse(EvaluateConfig, words, "evaluate")
+    words = ["--checkpoint", "m", "--input", str(rows), "--text_pair", "x"]
+    with pytest.raises(ConfigError, match="text_pair=x: given without text"):
+        parse(PredictConfig, words, "predict")
+
+
 def test_no_arguments_is_the_ag_news_job() -> None:
     """examples/ag_news.yaml says in full what no key at all means."""
     from accel_ft.data.splits import DEFAULT_DATASET

@@ -19,8 +19,9 @@ from accel_ft.config import DataConfig, TrainConfig, parse
 from accel_ft.data import tokenize as tokenize_module
 from accel_ft.data.loader import Batches, Padding, collate, make_loader, train_places
 from accel_ft.data.plan import Plan
-from accel_ft.data.sources import file_source
+from accel_ft.data.sources import Source, file_source
 from accel_ft.data.splits import Split, Splits, class_weights, load_eval_split, load_splits
+from accel_ft.data.targets import output_names
 from accel_ft.data.tokenize import TokenStore, cache_folder, tokenize
 from accel_ft.errors import ConfigError, DataError
 from accel_ft.model.load import load_tokenizer
@@ -133,6 +134,19 @@ def test_a_cache_that_several_users_share(
     assert folder.is_dir()
 
 
+def test_a_file_that_changes_while_it_is_read(
+    tmp_path: Path, tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows would stand in the cache under the hash of others."""
+    path = tmp_path / "rows.csv"
+    path.write_text("text,label\na,x\nb,y\n")
+    source = file_source(path)
+    path.write_text("text,label\na,y\nb,x\n")
+    with pytest.raises(DataError, match="changed while it was read"):
+        tokenize(source, DataConfig(), tokenizer)
+    assert not [p for p in cache_folder().glob("*") if p.stat().st_mtime > path.stat().st_mtime]
+
+
 def test_faulty_rows_leave_nothing_in_the_cache(tmp_path: Path, tokenizer) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("text,label\na,1\nb\n")
@@ -179,6 +193,17 @@ def test_integer_labels_are_ordered_by_value(tmp_path: Path, tokenizer) -> None:
         "9",
         "10",
     ]
+
+
+def test_labels_in_the_order_of_their_source(tmp_path: Path, tokenizer) -> None:
+    def ordered(*labels: str, declared: tuple[str, ...] | None = None) -> list[str]:
+        rows = [(f"row {n}", {"text": str(n), "label": label}) for n, label in enumerate(labels)]
+        source = Source("x", f"{labels} {declared}", lambda: iter(rows), declared)
+        return output_names(tokenize(source, DataConfig(), tokenizer), DataConfig())
+
+    assert ordered("b", "a", "c") == ["a", "b", "c"]
+    assert ordered("b", "a", "c", declared=("c", "b", "none", "a")) == ["c", "b", "a"]
+    assert ordered("-1", "10", "2", "-2") == ["-2", "-1", "2", "10"]
 
 
 def test_unknown_label_is_named_with_its_line(tmp_path: Path, rows_file: Path, tokenizer) -> None:

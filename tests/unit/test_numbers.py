@@ -78,6 +78,12 @@ def test_scores_by_hand() -> None:
     assert scores["support"] == [3, 2, 1]
 
 
+def test_a_class_that_does_not_occur_is_no_zero_in_the_mean() -> None:
+    """As scikit-learn has it."""
+    ids = {"predictions": [0, 1], "references": [0, 1], "num_labels": 4}
+    assert Classification(keep_in_memory=True).compute(**ids)["f1_macro"] == 1.0
+
+
 def test_cross_entropy_by_hand_and_without_overflow() -> None:
     logits = np.array([[0.0, 0.0], [math.log(3), 0.0], [1e4, 0.0]])
     assert cross_entropy(logits, np.array([0, 1, 0])) == pytest.approx(

@@ -119,6 +119,50 @@ def test_faults_of_every_kind_are_told_together(tmp_path: Path) -> None:
         assert f"line {line}: " in str(error.value)
 
 
+def test_rows_after_a_broken_one_are_read_too(tmp_path: Path) -> None:
+    message = fault(tmp_path, "a.csv", 'text,label\n"a" b,1\nx\nc,1\ny,2,3\n')
+    assert "line 2: the row that starts here: " in message
+    assert "line 3: 1 fields" in message
+    assert "line 5: 3 fields" in message
+    message = fault(tmp_path, "b.csv", b"text,label\nx\na\0,1\n")  # where reading ends
+    assert "line 2: 1 fields" in message
+    assert "line 3: holds a NUL" in message
+    message = fault(tmp_path, "c.csv", "text,label\na\rb,1\n")
+    assert "line 2: the row that starts here: a carriage return stands alone" in message
+    assert "line 1: the row that starts here: " in fault(tmp_path, "d.csv", "text,label\rx,1\r")
+    message = fault(tmp_path, "e.tsv", 'text\tlabel\n"a\t0\nb\t1\nc"\t1\n')
+    assert "its quotes make one row of lines 2 to 4" in message
+    assert "line 1: is not JSON" in fault(tmp_path, "f.jsonl", '{"text": ' + "1" * 5000 + "}\n")
+
+
+def test_faults_of_two_files_come_together(tmp_path: Path, tiny_model: Path) -> None:
+    from accel_ft.config import TrainConfig
+    from accel_ft.data.splits import load_splits
+    from accel_ft.model.load import load_tokenizer
+
+    files = {
+        f"{kind}_file": write(tmp_path, f"{kind}.csv", f"text,label\n{kind}\nb,1\n")
+        for kind in ("train", "test")
+    }
+    with pytest.raises(DataError, match=r"train.csv: 1 faulty(.|\n)*test.csv: 1 faulty"):
+        load_splits(TrainConfig(**files), load_tokenizer(str(tiny_model)))
+
+
+def test_parquet_that_python_cannot_hold(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    far = pa.array([2**62], pa.timestamp("us"))
+    texts = pa.array(["a"])
+    pq.write_table(pa.table({"text": texts, "label": texts, "at": far}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="cannot be read as parquet"):
+        rows(tmp_path / "a.parquet")
+    table = pa.Table.from_arrays([texts] * 3, names=["text", "label", "text"])
+    pq.write_table(table, tmp_path / "b.parquet")
+    with pytest.raises(DataError, match="column 'text' occurs twice"):
+        rows(tmp_path / "b.parquet")
+
+
 def test_many_faults_are_counted(tmp_path: Path) -> None:
     message = fault(tmp_path, "a.csv", "text,label\n" + "x\n" * 15)
     assert "15 faulty rows" in message
