@@ -24,7 +24,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     from accel_ft.data.loader import Padding
     from accel_ft.data.splits import load_eval_split
     from accel_ft.engine.evaluation import evaluate, make_eval_loader
-    from accel_ft.runtime.files import write_whole
     from accel_ft.runtime.launch import make_accelerator
     from accel_ft.runtime.logging import setup_logging
 
@@ -64,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         text = json.dumps(about | {"num_samples": len(split)} | scores, indent=1)
         print(text)
         if config.output is not None:
-            write_whole(config.output, text + "\n")
+            config.output.write_text(text + "\n", encoding="utf-8")  # it may be a device
 
 
 def _are_the_runs_own(config: EvaluateConfig, split: Any) -> bool:

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_first_rows(job)
     ranges = _check_space(config, settings, space)
     config.output_dir.mkdir(parents=True, exist_ok=True)
-    with locked(config.output_dir, config.output_dir / ".lock" / "lock"):
+    with locked(config.output_dir, config.output_dir / "lock"):
         _search(config, job, settings, space, ranges)
 
 

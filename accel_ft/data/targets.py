@@ -37,10 +37,11 @@ def output_names(store: TokenStore, config: DataConfig) -> list[str]:
     names = sorted({name for cell in cells for name in json.loads(cell)} if many else cells)
     if len(cells) < 2:
         same = "labels " + cells[0] if many else f"label {names[0]!r}"
-        found = f"every row has the {same}" if names else "no row has a label"
-        raise DataError(f"{store.name}: {found}: there is nothing to tell apart")
-    if store.label_names is not None and {*store.label_names} >= {*names}:
-        return [name for name in store.label_names if name in set(names)]
+        what = f"every row has the {same}" if names else "no row has a label"
+        raise DataError(f"{store.name}: {what}: there is nothing to tell apart")
+    declared, found = store.label_names or [], {*names}
+    if {*declared} >= found:
+        return [name for name in declared if name in found]
     if all(INTEGER.fullmatch(name) for name in names):
         return sorted(names, key=lambda name: (int(name), name))
     return names
