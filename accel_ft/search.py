@@ -116,7 +116,7 @@ def _search(
         objective, n_trials=max(left, 0), n_jobs=config.parallel_trials, catch=(TrialFailed,)
     )
     if not study.get_trials(states=(optuna.trial.TrialState.COMPLETE,)):
-        raise ConfigError(f"{config.output_dir}: no trial came to its end, as told above")
+        raise ConfigError(f"{config.output_dir}: no trial came to its end")
     best = config.output_dir / "best.yaml"
     found = {**settings, **study.best_params, "output_dir": str(config.output_dir / "best")}
     write_whole(best, yaml.safe_dump(found, sort_keys=False, allow_unicode=True))
@@ -290,7 +290,7 @@ def _run_trial(
 def _wait_for_rank(lock: Path) -> None:
     """Wait until a run gives its lock back: the launcher of one rank ends before it has saved."""
     if lock.exists():
-        with contextlib.suppress(OSError), FileLock(lock, fallback_to_soft=False):
+        with contextlib.suppress(OSError), FileLock(lock, timeout=600, fallback_to_soft=False):
             pass
 
 

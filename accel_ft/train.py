@@ -14,14 +14,8 @@ from accel_ft.errors import ConfigError, Preempted, RankError, UserError, requir
 
 logger = logging.getLogger("accel_ft.train")  # run with -m, its name is __main__
 
-OUTPUTS = (
-    "model",
-    "predictions.npz",
-    "mistakes.jsonl",
-    "config.yaml",
-    "metrics.jsonl",
-    "report.html",
-)
+RESULTS = ("model", "predictions.npz", "mistakes.jsonl", "report.html")
+RECORD = ("config.yaml", "metrics.jsonl")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -111,18 +105,20 @@ def _own(config: TrainConfig, lock: Path) -> Iterator[None]:
 
     folder = config.output_dir
     with locked(folder, lock):
-        holds_run = (folder / "metrics.jsonl").exists() or list_published(folder / "checkpoints")
-        if holds_run and config.resume_from_checkpoint is None:
-            raise ConfigError(
-                f"output_dir={folder}: already holds a run. "
-                "Fix: --resume_from_checkpoint latest to continue it, or another --output_dir"
-            )
-        for name in OUTPUTS:
-            if (folder / name).exists() and not (folder / "receipt.json").exists():
+        has_checkpoints = bool(list_published(folder / "checkpoints"))
+        has_receipt = (folder / "receipt.json").exists()
+        for name in RESULTS if has_checkpoints else RESULTS + RECORD:
+            if (folder / name).exists() and not has_receipt:
                 raise ConfigError(
                     f"output_dir={folder}: holds a `{name}` that is no run's, which this one's "
                     "would replace. Fix: another --output_dir"
                 )
+        is_begun = has_checkpoints or (folder / "metrics.jsonl").exists()
+        if is_begun and config.resume_from_checkpoint is None:
+            raise ConfigError(
+                f"output_dir={folder}: already holds a run. "
+                "Fix: --resume_from_checkpoint latest to continue it, or another --output_dir"
+            )
         yield
 
 

@@ -172,7 +172,7 @@ def remove_leftovers(root: Path, damaged: Sequence[Path] = ()) -> None:
         aside = path.with_name(ASIDE_PREFIX + path.name)
         remove(aside)
         path.rename(aside)
-        logger.warning("%s is set aside as %s", path, aside.name)
+        logger.warning("%s is set aside as %s; it may be removed", path, aside.name)
     for prefix in (STAGING_PREFIX, SEALED_PREFIX):
         for path in root.glob(f"{prefix}*"):
             if prefix == SEALED_PREFIX:

@@ -200,8 +200,9 @@ def _read_delimited(file: IO[bytes], name: str, delimiter: str) -> Iterator[Reco
             _refuse_twice(name, header)
         elif len(fields) != len(header):
             yield place, f"{len(fields)} fields, where the header has {len(header)}"
-        elif delimiter == "\t" and reader.line_num > first:  # two rows, maybe, with quotes in both
-            yield place, f"its quotes make one row of lines {first} to {reader.line_num}"
+        elif delimiter == "\t" and any("\n" in field and "\t" in field for field in fields):
+            lines = f"lines {first} to {reader.line_num}"
+            yield place, f"its quotes make one row of {lines}; double them, or save as csv"
         else:
             yield place, dict(zip(header, fields, strict=True))
     if header is None:

@@ -225,7 +225,7 @@ def _encode(tokenizer: Any, texts: list[Text], max_seq_length: int) -> Any:
     are_pairs = not isinstance(texts[0], str)
     columns = zip(*texts, strict=True) if are_pairs else (texts,)
     special = tokenizer.num_special_tokens_to_add(pair=are_pairs)
-    if max_seq_length < special:  # the tokenizer would cut nothing
+    if max_seq_length <= special > 0:  # nothing of the text is left, or nothing is cut
         what = "a pair of texts" if are_pairs else "a text"
         raise ConfigError(
             f"max_seq_length={max_seq_length}: {what} has {special} special tokens. "

@@ -169,7 +169,7 @@ def _probe(config: TrainConfig, folder: Path, watch: Watch) -> TrainConfig:
         output_dir=folder / "run", max_steps=UPDATES, logging_steps=1, save_steps=UPDATES,
         max_train_samples=min(config.max_train_samples or ROWS, ROWS), test_file=None,
         max_eval_samples=min(config.max_eval_samples or EVAL_ROWS, EVAL_ROWS), preflight="off",
-        resume_from_checkpoint=None, load_best_model_at_end=False, profile=False,
+        resume_from_checkpoint=None, load_best_model_at_end=False, profile=False, report_to=(),
         save_total_limit=KEPT, early_stopping_patience=None, on_nonfinite="stop",
     )  # fmt: skip
 

@@ -320,14 +320,15 @@ def start_or_resume(run: Run) -> None:
                 f"allow_changed={name}: nothing of that name is compared."
                 f"{nearest(name, run.identity)} Allowed: {', '.join(run.identity)}"
             )
-    folder = state.find(run.watch, run.checkpoints, wanted)
+    folder, is_others = state.find(run.watch, run.checkpoints, wanted), False
+    has_ended = any(event["event"] == "end" for event in read_events(run.events.path))
     if folder is not None:
-        is_own = folder.resolve().parent == run.checkpoints.resolve()
-        if not is_own and (run.output_dir / "receipt.json").is_file():
+        is_others = folder.resolve().parent != run.checkpoints.resolve()
+        if is_others and (transaction.list_published(run.checkpoints) or has_ended):
             _check_receipt(run)
         run.resume(folder)
         logger.info("resumed from %s: %d of %d updates done", folder, run.step, run.num_steps)
-    elif any(event["event"] == "end" for event in read_events(run.events.path)):
+    elif has_ended:
         raise CheckpointError(
             f"{run.output_dir}: holds a finished run, whose checkpoints are gone: it cannot go on. "
             "Fix: another output_dir"
@@ -354,9 +355,7 @@ def start_or_resume(run: Run) -> None:
         if run.step > 0:
             run.events.write("resume", step=run.step, num_processes=accelerator.num_processes)
     run.watch.wait()
-    has_own = transaction.checkpoint_folder(run.checkpoints, run.step).is_dir()
-    is_needed = run.step > 0 or run.config.on_nonfinite == "rollback"
-    if is_needed and not run.watch.tell(has_own)[0]:
+    if is_others or (run.config.on_nonfinite == "rollback" and run.step == 0):
         run.save()  # what it can be rolled back to, or go on from
 
 
@@ -389,7 +388,7 @@ def checkpoint_bytes(
         updates: that are left.
         there: checkpoints that are there already.
     """
-    saves = math.ceil(updates / config.save_steps)
+    saves = math.ceil(updates / config.save_steps) + 1  # maybe one at the start
     if config.load_best_model_at_end:
         saves += math.ceil(updates / (config.eval_steps or steps_per_epoch))
     if config.save_total_limit is not None:  # one more while the newest is written

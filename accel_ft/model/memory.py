@@ -87,6 +87,7 @@ def need(model: nn.Module, loss: Callable[[int], torch.Tensor], rows: int) -> Ne
     inside = {module for layers in lists for layer in layers for module in layer.modules()}
     outermost = [layer for layers in lists if layers not in inside for layer in layers]
     layers = [sum(p.nbytes for p in layer.parameters()) for layer in outermost]
+    in_layers = sum(p.nbytes for p in {p for layer in outermost for p in layer.parameters()})
     parameters = sum(p.nbytes for p in model.parameters())
 
     def measure() -> tuple[int, int]:
@@ -109,7 +110,7 @@ def need(model: nn.Module, loss: Callable[[int], torch.Tensor], rows: int) -> Ne
         moments=sum(8 * p.numel() for p in trainable),  # AdamW's two, in float32
         per_row=int(AT_WORK * per_row),
         fixed=fixed,
-        gathered=parameters - sum(layers) + 2 * max(layers, default=0),
+        gathered=parameters - in_layers + 2 * max(layers, default=0),
     )
 
 

@@ -56,7 +56,7 @@ class Trackers:
             if value is not None
         }
         folder = config.output_dir / "trackers"  # of those with local files
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         known = folder / "id"  # a new start in the same folder is another run
         if (step == 0 or not known.is_file()) and self.accelerator.is_main_process:
             known.write_text(secrets.token_hex(4), encoding="utf-8")
