@@ -26,6 +26,7 @@ from accel_ft.engine.step import forward
 from accel_ft.errors import CheckpointError, ConfigError, DataError, nearest
 from accel_ft.model import load
 from accel_ft.model.adapters import choose_trained
+from accel_ft.model.embedding import make_sparse
 from accel_ft.model.optim import (
     allocate_state,
     make_optimizer,
@@ -196,13 +197,18 @@ def _build_model(
     fsdp.leave_overflows_to_the_scaler(accelerator, optimizer)
     scheduler = make_scheduler(config, optimizer, num_steps)
     watch.stage("wrap")
-    is_fsdp1 = accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2
-    if is_fsdp1 and config.lora_r is not None:
+    is_fsdp = accelerator.distributed_type == DistributedType.FSDP
+    compiled = accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
+    if is_fsdp and not accelerator.is_fsdp2 and config.lora_r is not None:
         raise ConfigError(f"lora_r={config.lora_r}: FSDP1 cannot save adapters alone. Fix: FSDP2")
     fsdp.configure(accelerator, model)
+    alone = accelerator.num_processes == 1
+    is_plain = accelerator.device.type == "cpu" and not (is_fsdp or compiled)
+    if is_plain and (alone or accelerator.gradient_accumulation_steps == 1):
+        make_sparse(model)  # DDP sends no sum of dense and sparse ones
     model, optimizer = accelerator.prepare(model, optimizer)
     check_granted(accelerator, model)
-    if accelerator.distributed_type == DistributedType.FSDP:
+    if is_fsdp:
         allocate_state(optimizer.optimizer)
     if accelerator.num_processes > 2 and fsdp.strategy_of(model) == "DDP":
         # It cuts the gradients into buckets anew after a first pass, and sums over three ranks and

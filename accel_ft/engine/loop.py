@@ -8,6 +8,7 @@ from accel_ft.engine.clip import clip
 from accel_ft.engine.nonfinite import all_finite, may_skip, passes_over
 from accel_ft.engine.run import Run
 from accel_ft.engine.step import forward, weighted_loss
+from accel_ft.model.embedding import fill_gradient
 
 
 def train(run: Run) -> None:
@@ -35,6 +36,7 @@ def update(run: Run, micro_batches: Iterator[Batch]) -> Iterator[Batch]:
                 logits, batch["labels"], batch["weights"], run.config.label_smoothing_factor
             )
             accelerator.backward(loss * scale)
+        fill_gradient(model)
         run.add_loss(loss, batch)
     grad_norm = clip(accelerator, model, optimizer, run.config.max_grad_norm or float("inf"))
     healthy = all_finite(run, grad_norm)  # on every rank, before the weights move

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from accel_ft.engine.clip import clip
 from accel_ft.model import dropout as fast
+from accel_ft.model.embedding import fill_gradient, make_sparse
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -113,6 +115,61 @@ def test_clipping_in_the_step_is_clipping(max_norm: float) -> None:
             assert torch.allclose(mine, other, rtol=1e-6, atol=1e-7)
 
 
+class Reader(nn.Module):
+    """Word embedding (0 pads), position embedding, head."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.words, self.places, self.head = embedding, nn.Embedding(16, 8), nn.Linear(8, 3)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.words
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head((self.words(ids) + self.places.weight).tanh().mean(1))
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_sparse_gradient_of_the_words_is_the_whole_one(parts: int) -> None:
+    """Four updates: bit for bit where a batch is whole; its parts are added up in another order."""
+    ids = torch.randint(0, 50, (12, 16), generator=torch.Generator().manual_seed(0))
+    weights = []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        model = Reader(nn.Embedding(50, 8, padding_idx=0))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        if sparse:
+            make_sparse(model)
+        for _ in range(4):
+            for part in ids.chunk(parts):
+                model(part).square().sum().backward()
+                if parts == 1:
+                    assert model.words.weight.grad.is_sparse is sparse
+                fill_gradient(model)
+                assert not model.words.weight.grad.is_sparse
+            assert not model.words.weight.grad[0].any()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(model.words.weight.detach())
+    assert torch.equal(*weights) if parts == 1 else torch.allclose(*weights, atol=1e-4)
+
+
+def test_embeddings_that_cannot_be_sparse_are_left_alone() -> None:
+    class Scaled(nn.Embedding):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return F.embedding(ids, self.weight) * 2
+
+    frozen, tied, own, none = (Reader(nn.Embedding(50, 8)) for _ in range(4))
+    frozen.words.weight.requires_grad_(False)
+    tied.out = nn.Linear(8, 50)
+    tied.out.weight = tied.words.weight
+    own.words = Scaled(50, 8)
+    none.get_input_embeddings = lambda: None
+    for model in (frozen, tied, own, none, nn.Linear(2, 2)):
+        make_sparse(model)
+        assert not any(getattr(module, "sparse", False) for module in model.modules())
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_freed_memory_is_kept(kept: bool) -> None:
     """Blocks of 48 MB, taken and freed 20 times: 12,288 page faults each, or none once the heap has grown."""
@@ -137,3 +194,40 @@ print(faults() - before)
     if "no glibc" in done.stderr:
         pytest.skip("no glibc here")
     assert (int(done.stdout) < 12_288) is kept, done.stdout + done.stderr
+
+
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(
+    not THP.is_file() or "[madvise]" not in THP.read_text(),
+    reason="huge pages are not for the asking",
+)
+@pytest.mark.parametrize(
+    "limit", ["", "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**35, 2**35))"]
+)
+def test_the_heap_grows_in_huge_pages(limit: str) -> None:
+    """256 MB touched for the first time: 65,536 pages of 4 KiB or 128 of 2 MiB. Under a limit of addresses none are taken."""
+    code = f"""
+import os, resource, torch
+{limit}
+from accel_ft.runtime.memory import keep_freed_memory
+def addresses():
+    return int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGESIZE")
+before = addresses()
+assert keep_freed_memory()
+print(addresses() - before)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+torch.ones(64 * 2**20)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    taken, faults = map(int, done.stdout.split())
+    if limit:
+        assert taken < 2**30, done.stderr
+        assert faults > 60_000
+    else:
+        assert faults < 20_000, done.stderr

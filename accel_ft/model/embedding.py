@@ -1,0 +1,40 @@
+"""The gradient of the word embedding on a CPU: only the rows that a batch has read.
+
+torch makes a whole one for each batch: of MiniLM's 30,522 rows a batch reads about 700, and 47 MB
+are taken, zeroed and, under DDP, sent. Rows are sent in their place; the optimizer then gets a
+whole one, in memory that is kept.
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def make_sparse(model: nn.Module) -> None:
+    """Let a model's word embedding give a sparse gradient. To be called before DDP wraps it.
+
+    A frozen one stays as it is, one whose weight another module has too, and one with a forward
+    pass of its own.
+    """
+    embedding: Any = None
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        embedding = model.get_input_embeddings()  # type: ignore[operator]
+    if getattr(type(embedding), "forward", None) is not nn.Embedding.forward:
+        return
+    weight = embedding.weight
+    owners = [module for module in model.modules() if getattr(module, "weight", None) is weight]
+    if weight.requires_grad and len(owners) == 1:
+        embedding.sparse = True
+        embedding.whole_gradient = torch.zeros_like(weight)
+
+
+def fill_gradient(model: nn.Module) -> None:
+    """Make the gradient whole that `make_sparse` let be sparse, after a backward pass: the same
+    numbers as ever.
+    """
+    for module in model.modules():
+        whole = vars(module).get("whole_gradient")
+        if whole is not None and module.weight.grad is not None and module.weight.grad.is_sparse:
+            module.weight.grad = whole.zero_().add_(module.weight.grad)
