@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from accel_ft.diagnosis.finding import Finding, failed, listed, passed, warned
-from accel_ft.diagnosis.gradients import Gradients, gradients_of
+from accel_ft.diagnosis.gradients import gradients_of
 
 Update = list[str]
 BACKWARD, REDUCE, STEP, SCHEDULE, LEFT = "backward", "reduce", "step", "schedule", "left"
@@ -32,6 +32,8 @@ class _Recorder:
         self.events: list[str] = []
         self.depth = 0
         self.stepped: list[torch.optim.Optimizer] = []
+        self.used: dict[torch.optim.Optimizer, list[tuple[Any, Any, int]]] = {}
+        self.began = 0
         self.schedulers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.sums_next = False
 
@@ -50,7 +52,9 @@ class _Recorder:
             try:
                 return original(*args, **kwargs)
             finally:
-                self.depth -= 1
+                self.leave()
+                if note == self.backward and self.depth == 0:
+                    self.after_backward()
 
         return mock.patch.object(owner, name, noted)
 
@@ -65,19 +69,33 @@ class _Recorder:
         self.depth -= 1
 
     def backward(self, *_: Any) -> None:
-        """Note a backward pass, and whether it adds to gradients that a step has used."""
-        if any(
-            p.grad is not None and bool(p.grad.any())
+        """Note a backward pass, and the gradients that a step has used and nothing has cleared."""
+        self.began = len(self.events)
+        self.used = {
+            optimizer: [
+                (p, p.grad, p.grad._version)
+                for group in optimizer.param_groups
+                for p in group["params"]
+                if p.grad is not None and bool(p.grad.any())
+            ]
             for optimizer in self.stepped
-            for group in optimizer.param_groups
-            for p in group["params"]
-        ):
-            self.events.append(LEFT)
-        self.stepped = []
+        }
         self.events.append(BACKWARD)
         if self.sums_next:
             self.events.append(REDUCE)
             self.sums_next = False
+
+    def after_backward(self) -> None:
+        """Note whether the pass added to such gradients; another optimizer's stay as they were."""
+        added = {
+            optimizer
+            for optimizer, used in self.used.items()
+            if any(p.grad is grad and grad._version > version for p, grad, version in used)
+        }
+        if added:
+            self.events.insert(self.began, LEFT)
+        self.stepped = [one for one, used in self.used.items() if used and one not in added]
+        self.used = {}
 
     def step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Note an optimizer's step."""
@@ -185,6 +203,12 @@ def accumulation_calls(events: Sequence[str], accumulation_steps: int) -> Findin
             "see where step() is called; losses with a backward pass each count as micro-batches",
         ),
         (
+            len(updates) > 1 and max(counts) < accumulation_steps,
+            f"{about}, fewer than {accumulation_steps}",
+            "step once for all of them: with accelerator.accumulate(model) around each, and "
+            "Accelerator(gradient_accumulation_steps=...)",
+        ),
+        (
             schedules > 1,
             f"the scheduler is stepped {schedules} times an update",
             "step it once after each optimizer step; one that Accelerate has prepared is stepped "
@@ -227,15 +251,17 @@ def accumulated_gradient(
     """
     check = "accumulated gradient"
     ours, whole = gradients_of(model, micro_batches), gradients_of(model, whole_batch)
-    shapes = {**whole, **ours}
-
-    def flat(gradients: Gradients) -> torch.Tensor:
-        parts = (gradients.get(name, torch.zeros_like(shapes[name])) for name in shapes)
-        return torch.cat([part.to_dense().flatten().double().cpu() for part in parts])
-
-    a, b = flat(ours), flat(whole)
-    factor = float(a @ b / (b @ b))
-    rest = float((a - factor * b).norm() / a.norm().clamp_min(1e-30))  # that no factor explains
+    aa, ab, bb = torch.zeros(3, dtype=torch.float64)
+    for name in whole | ours:  # one after the other: all at once would be four times the model
+        a, b = (
+            gradients[name].to_dense().flatten().double().cpu() if name in gradients else None
+            for gradients in (ours, whole)
+        )
+        aa, bb = aa + (0 if a is None else a @ a), bb + (0 if b is None else b @ b)
+        ab += 0 if a is None or b is None else a @ b
+    factor = float(ab / bb)
+    left = (aa - 2 * factor * ab + factor**2 * bb).clamp_min(0)  # that no factor explains
+    rest = float((left / aa.clamp_min(1e-60)).sqrt())
     about = f"{factor:.4f} times that of the whole batch, {rest:.1e} of it in another direction"
     if not (abs(factor - 1) <= tolerance and rest <= tolerance):  # nor where one is no number
         return failed(

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import distributed as dist
 
+from accel_ft.runtime.watch import new_host_group
+
 
 class Verdict(StrEnum):
     """How a check ended, the worst last."""
@@ -68,7 +70,7 @@ def _host_group() -> Any:
     if dist.get_backend() == "gloo":
         return world
     if _host_groups.get("world") is not world:
-        _host_groups.update(world=world, gloo=dist.new_group(backend="gloo"))
+        _host_groups.update(world=world, gloo=new_host_group())
     return _host_groups["gloo"]
 
 

@@ -7,7 +7,9 @@ CHECK = "will it fit"
 MIB = 2**20
 
 
-def will_it_fit(wanted: Need, strategy: str, num_ranks: int, capacity: int, rows: int) -> Finding:
+def will_it_fit(
+    wanted: Need, strategy: str, num_ranks: int, capacity: int, rows: int, on_cpu: bool = False
+) -> Finding:
     """Compare a job's need with a device, find the largest micro-batch, and choose a strategy.
 
     Args:
@@ -15,6 +17,7 @@ def will_it_fit(wanted: Need, strategy: str, num_ranks: int, capacity: int, rows
         strategy: the one asked for: "none", "ddp", "fsdp" or "offload".
         capacity: bytes of a rank's device (its share of a CPU's memory).
         rows: of the micro-batch asked for.
+        on_cpu: there is no other memory to offload to.
     """
     usable = int(capacity * (1 - RESERVE))
 
@@ -22,7 +25,7 @@ def will_it_fit(wanted: Need, strategy: str, num_ranks: int, capacity: int, rows
         return (usable - wanted.on_rank(strategy, num_ranks, 0)) // max(wanted.per_row, 1)
 
     simple = "none" if num_ranks == 1 else "ddp"
-    order = [simple, "fsdp", "offload"] if num_ranks > 1 else [simple, "offload"]
+    order = [simple, *["fsdp"] * (num_ranks > 1), *["offload"] * (not on_cpu)]
     fitting = [name for name in order if largest(name) >= rows]
     some = [name for name in order if largest(name) >= 1]
     now = wanted.on_rank(strategy, num_ranks, rows)

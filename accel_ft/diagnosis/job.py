@@ -20,9 +20,8 @@ import torch
 from huggingface_hub import constants
 from torch import nn
 
-from accel_ft.config import TrainConfig
+from accel_ft.config import DEFAULT_DATASET, TrainConfig
 from accel_ft.data.loader import Batch, Batches, collate, make_loader
-from accel_ft.data.splits import DEFAULT_DATASET
 from accel_ft.diagnosis import (
     accumulation,
     curve,
@@ -39,7 +38,7 @@ from accel_ft.diagnosis import (
 from accel_ft.diagnosis.finding import Finding, Verdict, agreed, failed, gather, skipped
 from accel_ft.diagnosis.sample import write_sample
 from accel_ft.engine.build import build, checkpoint_bytes, plain_model, start_or_resume
-from accel_ft.engine.fitting import measured_need, strategy_and_memory
+from accel_ft.engine.fitting import measured_need, strategy_name
 from accel_ft.engine.loop import train, update
 from accel_ft.engine.run import Run
 from accel_ft.engine.step import forward, weighted_loss
@@ -120,7 +119,7 @@ def _guarded(config: TrainConfig) -> Iterator[Finding]:
 
 def _examine(config: TrainConfig) -> Iterator[Finding]:
     with order.construction() as log:
-        accelerator = make_training_accelerator(LIMIT_SECONDS)
+        accelerator = make_training_accelerator(_limit_seconds(config))
         yield machine.versions()
         yield machine.devices(accelerator.device, accelerator.mixed_precision)
         yield machine.limits(config.dataloader_num_workers)
@@ -131,13 +130,18 @@ def _examine(config: TrainConfig) -> Iterator[Finding]:
         folder = config.output_dir.absolute().parent / name
         rank, num_ranks = accelerator.process_index, accelerator.num_processes
         try:
-            with Watch(folder / "ranks", rank, num_ranks, LIMIT_SECONDS) as watch:
+            with Watch(folder / "ranks", rank, num_ranks, _limit_seconds(config)) as watch:
                 yield order.arrival("start")
                 yield from _on_the_job(config, log, watch, folder)
                 watch.wait()
         finally:
             if accelerator.is_main_process:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _limit_seconds(config: TrainConfig) -> float:
+    """What the job says of its own set-up counts; else the doctor is impatient."""
+    return config.ddp_timeout if "ddp_timeout" in config.model_fields_set else LIMIT_SECONDS
 
 
 def _is_empty(config: TrainConfig) -> bool:
@@ -171,6 +175,7 @@ def _probe(config: TrainConfig, folder: Path, watch: Watch) -> TrainConfig:
         max_eval_samples=min(config.max_eval_samples or EVAL_ROWS, EVAL_ROWS), preflight="off",
         resume_from_checkpoint=None, load_best_model_at_end=False, profile=False, report_to=(),
         save_total_limit=KEPT, early_stopping_patience=None, on_nonfinite="stop",
+        class_weights=None if config.class_weights == "balanced" else config.class_weights,
     )  # fmt: skip
 
 
@@ -178,7 +183,8 @@ def _on_the_job(
     config: TrainConfig, log: list[bool], watch: Watch, folder: Path
 ) -> Iterator[Finding]:
     job = _probe(config, folder, watch)
-    accelerator = make_training_accelerator(LIMIT_SECONDS)
+    accelerator = make_training_accelerator(_limit_seconds(config))
+    capacity = device_bytes(accelerator.device)  # before the run has its share of it
     run = _quiet(build(job, accelerator, watch))
     yield order.arrival("wrap")
     yield order.construction_order(log, watch.num_ranks)
@@ -186,7 +192,7 @@ def _on_the_job(
     yield _disk(run, config)
     yield from _on_the_data(run)
     if _has_room(run):
-        yield from _on_a_plain_model(run)
+        yield from _on_a_plain_model(run, config, capacity)
     else:
         reason = "the whole model, its gradients and moments do not fit on a rank beside the run"
         yield skipped("the model alone", reason)
@@ -194,7 +200,10 @@ def _on_the_job(
     with dropout.on_cpu(accelerator.device):  # as training does
         yield from _on_the_loop(run)
         yield from _on_the_replicas(run, "at the end")
-        _let_go(run)  # what follows needs its room
+        _let_go(run)  # what follows needs its room, and that of its checkpoints
+        if accelerator.is_main_process:
+            shutil.rmtree(job.output_dir)
+        watch.wait()
         with contextlib.ExitStack() as built:
             yield from resume.resume(_jobs(job, watch, folder, built), folder, steps=1)
 
@@ -202,10 +211,14 @@ def _on_the_job(
 def _disk(run: Run, config: TrainConfig) -> Finding:
     """Whether the whole job's checkpoints have room, not the probe's."""
     assert run.config.global_batch_size is not None
-    rows = min(len(run.splits.train.store), config.max_train_samples or sys.maxsize)
-    per_epoch = math.ceil(rows / run.config.global_batch_size)
+    per_epoch = math.ceil(_num_rows(run, config) / run.config.global_batch_size)
     wanted = checkpoint_bytes(run, config, config.updates(per_epoch), per_epoch)
     return machine.disk(config.output_dir, wanted)
+
+
+def _num_rows(run: Run, config: TrainConfig) -> int:
+    """Training rows of the whole job."""
+    return min(len(run.splits.train.store), config.max_train_samples or sys.maxsize)
 
 
 def _quiet(run: Run) -> Run:
@@ -246,12 +259,17 @@ def _has_room(run: Run) -> bool:
     return bool(min(gather(device_bytes(device) - held)) > 5 * 4 * run.num_parameters)
 
 
-def _on_a_plain_model(run: Run) -> Iterator[Finding]:
-    """What is wrong with the model, its loss and its rows, without any strategy."""
+def _on_a_plain_model(run: Run, config: TrainConfig, capacity: int) -> Iterator[Finding]:
+    """What is wrong with the model, its loss and its rows, without any strategy.
+
+    Args:
+        config: of the job.
+        capacity: bytes of a rank's device.
+    """
     accelerator, device = run.accelerator, run.accelerator.device
     model, drawn = plain_model(run.config, device, run.splits.label_names, run.tokenizer)
     model.to(device).train()
-    yield _fit(run, model)
+    yield _fit(run, config, model, capacity)
     _without_dropout(model)
     yield tensors.aliased_parameters(model, replicas.is_sharded(run.model))
     yield tensors.shared_modules(run.train_batches, model)
@@ -297,11 +315,16 @@ def _on_a_plain_model(run: Run) -> Iterator[Finding]:
     yield from _learning(run, model)
 
 
-def _fit(run: Run, model: nn.Module) -> Finding:
-    rows = len(run.plan.micro_batches(0, run.num_micro_batches)[0])
-    wanted = measured_need(run.accelerator, model, run.splits.train, run.train_batches.pad)
-    strategy, capacity = strategy_and_memory(run.accelerator)
-    return fit.will_it_fit(wanted, strategy, run.accelerator.num_processes, capacity, rows)
+def _fit(run: Run, config: TrainConfig, model: nn.Module, capacity: int) -> Finding:
+    accelerator, at_once = run.accelerator, run.config.per_device_train_batch_size
+    assert run.config.global_batch_size is not None
+    assert at_once != "auto"
+    size = min(run.config.global_batch_size, _num_rows(run, config))  # of the job, not the probe
+    each = math.ceil(size / accelerator.num_processes)
+    rows = math.ceil(each / math.ceil(each / at_once))
+    wanted = measured_need(accelerator, model, run.splits.train, run.train_batches.pad)
+    strategy, on_cpu = strategy_name(accelerator), accelerator.device.type == "cpu"
+    return fit.will_it_fit(wanted, strategy, accelerator.num_processes, capacity, rows, on_cpu)
 
 
 def _batch(run: Run, places: Any) -> Batch:
@@ -354,9 +377,11 @@ def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
     split = run.splits.train
     places = np.arange(min(len(split), 100 * LEARNT_ROWS), dtype=np.int64)
     rows = zip(split.tokens(places), places, strict=True)
-    texts = {row[..., :LEARNT_TOKENS].tobytes(): place for row, place in rows}
+    # BART's and T5's kind find a text's last token by its end token: they see all of it.
+    tokens = None if getattr(model.config, "is_encoder_decoder", False) else LEARNT_TOKENS
+    texts = {row[..., :tokens].tobytes(): place for row, place in rows}
     chosen = np.array(list(texts.values())[:LEARNT_ROWS])
-    batch = run.train_batches.pad([row[..., :LEARNT_TOKENS] for row in split.tokens(chosen)])
+    batch = run.train_batches.pad([row[..., :tokens] for row in split.tokens(chosen)])
     batch |= {"labels": torch.from_numpy(split.labels(chosen)), "weights": torch.ones(len(chosen))}
     batch = {key: value.to(run.accelerator.device) for key, value in batch.items()}
     size = getattr(model.config, "hidden_size", None) or 384
@@ -472,11 +497,11 @@ def _jobs(
     config: TrainConfig, watch: Watch, folder: Path, built: contextlib.ExitStack
 ) -> Callable[[], _Job]:
     """Return what builds the job anew each time, in the same folder, and lets go of the last."""
-    job = config.resolved(output_dir=folder / "resume", max_steps=1000)
+    job = config.resolved(output_dir=folder / "resume", max_steps=1000, save_steps=1000)
 
     def make() -> _Job:
         built.close()
-        run = _quiet(build(job, make_training_accelerator(LIMIT_SECONDS), watch))
+        run = _quiet(build(job, make_training_accelerator(_limit_seconds(config)), watch))
         built.callback(_let_go, run)
         return _Job(run)
 

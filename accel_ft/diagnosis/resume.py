@@ -4,6 +4,7 @@ It is found by doing it: train, save, go on; build anew, load, go on; and compar
 """
 
 import random
+import re
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -15,6 +16,8 @@ import torch
 
 from accel_ft.diagnosis.finding import Finding, Verdict, failed, gather, listed, passed
 from accel_ft.diagnosis.replicas import digest
+
+RANDOM = "random numbers"
 
 
 class Job(Protocol):
@@ -68,7 +71,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 def snapshot(job: Job) -> dict[str, dict[str, Any]]:
     """Return, part by part, the values of a job's state and of the random numbers."""
     parts = {name: part.state_dict() for name, part in job.parts.items()}
-    parts["random numbers"] = random_state()
+    parts[RANDOM] = random_state()
     return {name: dict(_leaves(state, name)) for name, state in parts.items()}
 
 
@@ -80,6 +83,10 @@ def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
             are_numbers = isinstance(one, int | float) and isinstance(other, int | float)
             words.append(f"{key} {other} in place of {one}" if are_numbers else key)
     return words
+
+
+def _generator(key: str) -> str:
+    return re.split(r"[.\[ ]", key.removeprefix(RANDOM))[1]
 
 
 def resume(make: Callable[[], Job], folder: Path, steps: int = 3) -> list[Finding]:
@@ -111,6 +118,16 @@ def resume(make: Callable[[], Job], folder: Path, steps: int = 3) -> list[Findin
         _part(f"resume: {part}", values, loaded.get(part, {}), f"save {part} and load it back")
         for part, values in saved.items()
     ]
+    drawn = {_generator(key) for key in _differing(saved[RANDOM], after[RANDOM])}
+
+    def needed(values: Mapping[str, Any]) -> dict[str, Any]:
+        is_idle = {key for key in saved[RANDOM] if _generator(key) not in drawn}
+        return {key: value for key, value in values.items() if key not in is_idle}
+
+    ours, theirs = needed(saved[RANDOM]), needed(loaded[RANDOM])
+    draws = _part(f"resume: {RANDOM}", ours, theirs, findings[-1].mend)
+    if findings[-1].verdict == Verdict.FAIL and draws.verdict == Verdict.PASS:
+        findings[-1] = replace(findings[-1], verdict=Verdict.WARN)  # of what this update drew none
     read = dict(_leaves(again.step(), "sample"))
     mend = (
         "save epoch and batch, and go on there: accelerator.skip_first_batches(loader, n), with "
@@ -119,7 +136,7 @@ def resume(make: Callable[[], Job], folder: Path, steps: int = 3) -> list[Findin
     findings.append(_part("resume: position in the data", samples, read, mend))
     mend = "see the parts above; where all pass: something is not in `parts`, or not deterministic"
     now = snapshot(again)
-    ours, theirs = ChainMap(*after.values()), ChainMap(*now.values())
+    ours, theirs = needed(ChainMap(*after.values())), needed(ChainMap(*now.values()))
     finding = _part("resume: the next update", ours, theirs, mend)
     sound = all(each.verdict == Verdict.PASS for each in findings)
     if finding.verdict == Verdict.FAIL and sound and torch.accelerator.is_available():

@@ -155,7 +155,11 @@ def _coverage(  # noqa: PLR0911
     if total == 0:
         return skipped(check, "no tensors in the batches: pass ids=, the numbers of a batch's rows")
     all_read_all = len(ranks) > 1 and total - num_samples > max(room, num_samples // 10)
-    if all_read_all or (len(ranks) > 1 and shared > max(room, num_samples // 10)):
+    if len(ranks) > 1 and num_samples > max(rank.batch for rank in ranks):
+        all_read_all |= all(len(set(rank.names)) == num_samples for rank in ranks)
+    drawn_again = sum(len(rank.names) - len(set(rank.names)) for rank in ranks) > room
+    much_shared = len(ranks) > 1 and shared > max(room, num_samples // 10)
+    if all_read_all or (much_shared and not drawn_again):
         return failed(
             check, f"the ranks read the same rows: {shared} on more than one; {about}", SHARD
         )

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import json
 import math
+import random
 import re
 import time
 from pathlib import Path
@@ -229,6 +230,11 @@ def test_what_a_loop_calls() -> None:
     caught(
         accumulation.accumulation_calls(epoch(9, 4), 4), "ends with 1 backward passes and no step",
     )  # fmt: skip
+    caught(
+        accumulation.accumulation_calls(epoch(8, 1), 4),
+        "8 updates of 1 micro-batches, fewer than 4",
+    )
+    well(accumulation.accumulation_calls(epoch(2, 2), 4))  # an epoch shorter than an update
     short = accumulation.accumulation_calls(epoch(9, 4, flush=True), 4)
     caught(short, "3 updates of 1, 4 micro-batches: a short last block")
     caught(
@@ -332,6 +338,39 @@ class Job:
         self.epoch, self.batch = state["epoch"], state["batch"]
         if self.fault == "position in the data":  # goes on at the next epoch
             self.epoch, self.batch = self.epoch + 1, 0
+
+
+def test_random_numbers_that_an_update_does_not_draw(tmp_path: Path) -> None:
+    """Python's and numpy's are not brought back, and not drawn from; torch's are, by dropout."""
+
+    class Forgetful(Job):
+        def load(self, folder: Path) -> None:
+            state = torch.load(folder / "state.pt", weights_only=False)
+            other = {
+                "python": random.Random(7).getstate(),
+                "numpy": np.random.RandomState(7).get_state(),
+            }
+            torch.save(state | {"random": state["random"] | other}, folder / "state.pt")
+            super().load(folder)
+
+    findings = {finding.check: finding for finding in resume.resume(Forgetful, tmp_path)}
+    assert findings["resume: random numbers"].verdict == "WARN"
+    assert findings["resume: the next update"].verdict == "PASS"
+
+
+def test_rows_that_ranks_share() -> None:
+    def verdict(rows: list[list[int]], batch: int, of: int) -> str:
+        ranks = [sampling._Read(names, batch) for names in rows]
+        return sampling._coverage("sampling", ranks, of).verdict
+
+    draw = np.random.default_rng(0).integers(1000, size=(2, 500)).tolist()
+    assert verdict(draw, 16, 1000) == "WARN"  # drawn with replacement, each rank its share
+    assert verdict([list(range(1000))] * 2, 16, 1000) == "FAIL"
+    assert verdict([list(range(64))] * 2, 32, 64) == "FAIL"  # as small as what evening out may cost
+    assert (
+        verdict([[0, 1, 2], [0, 1, 2]], 4, 3) == "PASS"
+    )  # one batch: there is nothing to share out
+    assert verdict([list(range(0, 64, 2)), list(range(1, 64, 2))], 32, 64) == "PASS"
 
 
 @pytest.mark.parametrize(
@@ -476,6 +515,11 @@ def test_will_it_fit() -> None:
     finding = fit.will_it_fit(wanted, "none", 1, capacity=2000, rows=32)
     assert "none with per_device_train_batch_size 2" in finding.mend
     assert "not one row fits" in fit.will_it_fit(wanted, "ddp", 2, capacity=100, rows=8).mend
+    needy = memory.Need(
+        parameters=4000, gradients=4000, moments=8000, per_row=1, fixed=0, gathered=10
+    )
+    assert fit.will_it_fit(needy, "none", 1, capacity=9000, rows=8).mend.startswith("offload")
+    assert "not one row fits" in fit.will_it_fit(needy, "none", 1, 9000, 8, on_cpu=True).mend
     finding = fit.will_it_fit(wanted, "fsdp", 2, capacity=4000, rows=8)
     assert "its choice: ddp (the simplest)" in finding.measured
 
@@ -560,6 +604,17 @@ def test_loops_of_others() -> None:
                 optimizer.step()
             model.zero_grad()
     well(accumulation.accumulation_calls(events, 1))
+    for forgets in (False, True):  # two models in turn, as an adversarial pair: each clears its own
+        pair = [(small_model(n), n) for n in range(2)]
+        pair = [(each, torch.optim.SGD(each.parameters(), 0.1), n) for each, n in pair]
+        with accumulation.recording() as events:
+            for _ in range(3):
+                for each, optimizer, n in pair:
+                    if not (forgets and n):
+                        optimizer.zero_grad()
+                    loss_of(each, ROWS[:4]).backward()
+                    optimizer.step()
+        assert events.count("left") == 2 * forgets
     scaler = torch.amp.GradScaler("cpu")
     with accumulation.recording() as events:
         for _ in range(3):
@@ -693,6 +748,19 @@ def test_the_worst_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     well_, ill = Finding("a", "PASS", "1"), Finding("a", "FAIL", "2", "x")
     monkeypatch.setattr(finding, "gather", lambda value: [value, ill])
     assert finding.agreed(well_) == Finding("a", "FAIL", "on rank 1: 2", "x")
+
+
+def test_a_job_with_a_rare_label_is_examined(tmp_path: Path) -> None:
+    """In the few rows that the doctor takes it may be missing."""
+    from accel_ft.config import TrainConfig
+    from accel_ft.diagnosis.job import _limit_seconds, _probe
+
+    job = TrainConfig(model_name_or_path="m", dataset_name="d", class_weights="balanced")
+    assert _probe(job, tmp_path, None).class_weights is None
+    weighed = TrainConfig(model_name_or_path="m", dataset_name="d", class_weights=(1, 2))
+    assert _probe(weighed, tmp_path, None).class_weights == (1, 2)
+    assert _limit_seconds(job) == 60
+    assert _limit_seconds(TrainConfig(ddp_timeout=900)) == 900
 
 
 def test_the_doctors_own_rows_have_labels_of_their_own(tmp_path: Path) -> None:
