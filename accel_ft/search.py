@@ -22,10 +22,10 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Lock
+from threading import Event, Lock
 from typing import Any
 
 import yaml
@@ -38,6 +38,7 @@ from accel_ft.runtime.files import locked, write_whole
 from accel_ft.runtime.logging import read_events
 
 POLL_SECONDS = 0.2
+SAVE_SECONDS = 600
 FAILURES = 3  # after so many, and no trial at its end, the cause is the job
 IDLE = {  # settings that decide nothing of what a trial finds
     "output_dir", "report_to", "push_to_hub", "hub_model_id", "hub_private_repo", "ddp_timeout",
@@ -45,6 +46,7 @@ IDLE = {  # settings that decide nothing of what a trial finds
     "logging_steps", "preflight", "profile", "resume_from_checkpoint", "allow_changed",
 }  # fmt: skip
 at_work: defaultdict[str, Lock] = defaultdict(Lock)  # trials with the same settings, in turn
+interrupted = Event()
 
 
 class TrialFailed(Exception):
@@ -63,8 +65,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_first_rows(job)
     ranges = _check_space(config, settings, space)
     config.output_dir.mkdir(parents=True, exist_ok=True)
-    with locked(config.output_dir, config.output_dir / "lock"):
+    with locked(config.output_dir, config.output_dir / "lock"), _interruptible():
         _search(config, job, settings, space, ranges)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Have SIGTERM end the search as Ctrl-C does: its trials save, the next start takes them up."""
+
+    def interrupt(*_: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    interrupted.clear()
+    before = {n: signal.signal(n, interrupt) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _search(
@@ -96,6 +115,13 @@ def _search(
     for share in _shares(config):
         shares.put(share)
 
+    plain_ask, one_asks = study.ask, Lock()
+
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        with one_asks:  # two threads of optuna can take the same waiting trial
+            return plain_ask(*args, **kwargs)
+
+    study.ask = ask
     failures: list[int] = []
 
     def objective(trial: Any) -> float:
@@ -103,7 +129,10 @@ def _search(
         share = shares.get()
         try:
             return _run_trial(config, job, trial, chosen, os.environ | share)
-        except TrialFailed as error:
+        except (KeyboardInterrupt, TrialFailed) as error:
+            if interrupted.is_set():
+                study.enqueue_trial(trial.params)  # the next start goes on with it
+                raise
             print(error, flush=True)
             failures.append(trial.number)
             if len(failures) >= FAILURES and not study.get_trials(states=ended):
@@ -112,9 +141,14 @@ def _search(
         finally:
             shares.put(share)
 
-    study.optimize(
-        objective, n_trials=max(left, 0), n_jobs=config.parallel_trials, catch=(TrialFailed,)
-    )
+    try:
+        study.optimize(
+            objective, n_trials=max(left, 0), n_jobs=config.parallel_trials, catch=(TrialFailed,)
+        )
+    except KeyboardInterrupt:
+        for _ in range(config.parallel_trials):
+            shares.get()  # which each trial gives back at its end
+        raise
     if not study.get_trials(states=(optuna.trial.TrialState.COMPLETE,)):
         raise ConfigError(f"{config.output_dir}: no trial came to its end")
     best = config.output_dir / "best.yaml"
@@ -254,7 +288,7 @@ def _run_trial(
     if config.config_file is not None:
         command += ["--config_file", str(config.config_file)]
     command += ["-m", "accel_ft.train", "--config", str(folder / "job.yaml")]
-    pruned = False
+    pruned = stopped = False
     with at_work[name], (folder / "log").open("a") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
@@ -262,6 +296,9 @@ def _run_trial(
             running = True
             while running:
                 running = process.poll() is None
+                if running and interrupted.is_set() and not stopped:  # of several at a time
+                    stopped = True
+                    process.send_signal(signal.SIGTERM)
                 time.sleep(POLL_SECONDS if running else 0)
                 for event in _events(folder, "eval")[len(told) :]:
                     told.append(job.best_value(event, "eval_"))
@@ -290,7 +327,10 @@ def _run_trial(
 def _wait_for_rank(lock: Path) -> None:
     """Wait until a run gives its lock back: the launcher of one rank ends before it has saved."""
     if lock.exists():
-        with contextlib.suppress(OSError), FileLock(lock, timeout=600, fallback_to_soft=False):
+        with (
+            contextlib.suppress(OSError),
+            FileLock(lock, timeout=SAVE_SECONDS, fallback_to_soft=False),
+        ):
             pass
 
 

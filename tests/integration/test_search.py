@@ -1,9 +1,13 @@
 """The search over a space of settings."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from threading import Timer
 
+import psutil
 import pytest
 import yaml
 from conftest import job_words
@@ -183,6 +187,25 @@ def test_trials_at_the_same_time(search_of_stand_ins) -> None:
     assert max(first.datetime_start, second.datetime_start) < min(
         first.datetime_complete, second.datetime_complete
     )
+
+
+@pytest.mark.parametrize("at_once", ["1", "2"])
+def test_a_search_that_is_stopped_takes_its_trials_up_again(
+    search_of_stand_ins, monkeypatch: pytest.MonkeyPatch, at_once: str
+) -> None:
+    """SIGTERM, as a scheduler sends it: no trial goes on alone, and none is lost."""
+    space, words = "learning_rate: {low: 0.1, high: 0.4}\n", ["--parallel_trials", at_once]
+    timer = Timer(2.0, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        search_of_stand_ins(space, "--num_trials", "2", *words)
+    assert not any("stand_in.py" in " ".join(p.cmdline()) for p in psutil.Process().children())
+    study = search_of_stand_ins(space, "--num_trials", "2", *words)
+    begun = [t.params["learning_rate"] for t in study.trials if t.state.name == "FAIL"]
+    ended = [t.params["learning_rate"] for t in study.trials if t.state.name == "COMPLETE"]
+    assert len(begun) == int(at_once)
+    assert len(ended) == 2
+    assert set(begun) <= set(ended)
 
 
 def test_a_job_that_cannot_run_is_told_once(
