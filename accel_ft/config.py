@@ -55,6 +55,7 @@ ROW_KEYS = SPLIT_KEYS | {
     "dataset_name", "dataset_config_name", "train_file", "validation_file", "test_file",
 }  # fmt: skip
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
+DEFAULT_DATASET = "fancyzhx/ag_news"  # where no rows are named
 METRICS = {
     "single_label_classification": ("accuracy", "f1_macro", "matthews_correlation", "loss"),
     "multi_label_classification": ("f1_macro", "f1_micro", "accuracy", "loss"),
@@ -575,6 +576,9 @@ def checked(
             and isinstance(value, bool)
             and type_name(fields[key].annotation) != "BOOL"
         ):
+            if value is False and "off" in type_name(fields[key].annotation).split("|"):
+                values[key] = "off"  # as YAML reads it
+                continue
             faulty.add(key)
             where = origin.get(key, "")
             found = str(value).lower() if where else "no value"
@@ -635,7 +639,8 @@ def run_settings(values: dict[str, Any]) -> dict[str, Any]:
     settings = read_settings(run / "config.yaml")
     sources = ROW_KEYS - SPLIT_KEYS - {"dataset_config_name"}
     own_rows = any(values.get(key) is not None for key in sources)
-    return {key: value for key, value in settings.items() if not (own_rows and key in ROW_KEYS)}
+    replaced = ROW_KEYS | {"max_eval_samples"} if own_rows else ()
+    return {key: value for key, value in settings.items() if key not in replaced}
 
 
 def settings_to_reproduce(values: dict[str, Any]) -> dict[str, Any]:

@@ -78,7 +78,9 @@ class Predictor:
                 meant = f"a pair of texts ({why})" if pairs else "a text"
                 raise DataError(f"texts[{number}]: is {text!r}, not {meant}")
             _refuse_halves(f"texts[{number}]", parts)
-        return [self.describe(row) for row in self.scores(wanted)] if wanted else []
+        size = CHUNK_ROWS * self.accelerator.num_processes
+        chunks = (wanted[start : start + size] for start in range(0, len(wanted), size))
+        return [self.describe(row) for chunk in chunks for row in self.scores(chunk)]
 
     def label(self, rows: Iterator[Any]) -> Iterator[list[dict[str, Any]]]:
         """Yield what is written of the rows that rank 0 reads, some at a time. Collective."""

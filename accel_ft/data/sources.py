@@ -294,20 +294,13 @@ def hub_sources(config: DataConfig, name: str, needs_train: bool = True) -> dict
             )
         is_others = wanted is None and split in named.values()
         rows: Any = () if is_others else loaded.get(wanted or split, ())
-        feature = rows.features.get(label_column) if len(rows) else None
-        dtype = getattr(feature, "dtype", "")
-        if dtype.startswith(("int", "float")):
-            # Benchmarks keep the labels of a test split, or of rows without agreement, back.
-            labels = rows.with_format("numpy")[label_column][:]
-            labelled = np.flatnonzero(labels != -1)
-            if len(labelled) and not hasattr(feature, "names"):
-                labelled = np.arange(len(rows))  # of numbers, -1 may well be one
-            if len(labelled) < len(rows):
-                logger.warning(
-                    "%s: %d of its %d %s rows have no label (-1) and are left out",
-                    name, len(rows) - len(labelled), len(rows), wanted or split,
-                )  # fmt: skip
-                rows = rows.select(labelled)
+        labelled = _labelled(rows, label_column)
+        if len(labelled) < len(rows):
+            logger.warning(
+                "%s: %d of its %d %s rows have no label (-1, or null) and are left out",
+                name, len(rows) - len(labelled), len(rows), wanted or split,
+            )  # fmt: skip
+            rows = rows.select(labelled)
         if len(rows):
             sources[split] = _hub_source(f"{name}, split {wanted or split}", rows, label_column)
         elif wanted is not None or (split == "train" and needs_train):
@@ -316,6 +309,21 @@ def hub_sources(config: DataConfig, name: str, needs_train: bool = True) -> dict
                 + ", ".join(map(str, loaded))
             )
     return sources
+
+
+def _labelled(rows: Any, label_column: str) -> Any:
+    """The numbers of the rows that have a label: benchmarks keep those of a test split, or of rows
+    without agreement, back.
+    """
+    feature = rows.features.get(label_column) if len(rows) else None
+    dtype, found = getattr(feature, "dtype", ""), np.arange(len(rows))
+    if dtype in ("string", "large_string", "null"):
+        found = np.flatnonzero([label is not None for label in rows[label_column][:]])
+    elif dtype.startswith(("int", "float")):
+        known = np.flatnonzero(rows.with_format("numpy")[label_column][:] != -1)
+        if not len(known) or hasattr(feature, "names"):  # of plain numbers, -1 may well be one
+            found = known
+    return found
 
 
 def _hub_source(name: str, rows: Any, label_column: str) -> Source:

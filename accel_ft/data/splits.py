@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from accel_ft.config import DataConfig, TrainConfig
+from accel_ft.config import DEFAULT_DATASET, DataConfig, TrainConfig
 from accel_ft.data.plan import Ids, combine_key, permute
 from accel_ft.data.sources import Source, file_source, hub_sources
 from accel_ft.data.targets import output_names, targets
@@ -21,7 +21,6 @@ from accel_ft.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_DATASET = "fancyzhx/ag_news"
 VALIDATION_SHARE = 0.1
 VALIDATION_MAX = 2000
 FEW_ROWS = 100

@@ -12,15 +12,20 @@ import torch
 from torch import nn
 
 
+def word_embedding(model: Any) -> Any:
+    """Return the module that a model says its tokens go in by; None where it does not say."""
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        return model.get_input_embeddings()
+    return None
+
+
 def make_sparse(model: nn.Module) -> None:
     """Let a model's word embedding give a sparse gradient. To be called before DDP wraps it.
 
     A frozen one stays as it is, one whose weight another module has too, and one with a forward
     pass of its own.
     """
-    embedding: Any = None
-    with contextlib.suppress(AttributeError, NotImplementedError):
-        embedding = model.get_input_embeddings()  # type: ignore[operator]
+    embedding = word_embedding(model)
     if getattr(type(embedding), "forward", None) is not nn.Embedding.forward:
         return
     weight = embedding.weight

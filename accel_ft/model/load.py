@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from accel_ft.errors import CheckpointError, ConfigError, nearest
+from accel_ft.model.embedding import word_embedding
 from accel_ft.runtime.files import sha256
 from accel_ft.runtime.hub import HUB_ID, fetching
 
@@ -20,6 +21,10 @@ T = TypeVar("T")
 
 PACKAGE = "package://"
 UNLIMITED = 10**6  # tokenizers without a limit say 10^30
+ROBERTAS = {
+    "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "xmod",
+    "mpnet", "longformer", "data2vec-text", "ibert", "luke", "mluke", "lilt", "esm",
+}  # fmt: skip
 
 
 def resolve(name: str, key: str = "model_name_or_path") -> str:
@@ -116,7 +121,20 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
     """
     from transformers import AutoTokenizer
 
-    tokenizer = _from_pretrained(key, folder, AutoTokenizer.from_pretrained)
+    try:
+        tokenizer = _from_pretrained(key, folder, AutoTokenizer.from_pretrained)
+    except ConfigError as error:
+        if "tiktoken" in str(error) and importlib.util.find_spec("sentencepiece") is None:
+            raise ConfigError(
+                f"{key}={folder}: its tokenizer is of SentencePiece. "
+                "Fix: pip install sentencepiece protobuf"
+            ) from error
+        raise
+    if len(tokenizer) <= len(set(tokenizer.all_special_tokens)) + 2:  # DeBERTa has two of its own
+        raise ConfigError(
+            f"{key}={folder}: its tokenizer knows no words, only {tokenizer.all_special_tokens}. "
+            "Fix: put tokenizer.json (or vocab.txt) beside config.json"
+        )
     if tokenizer.pad_token_id is None:  # decoders have none, and go by the last token that is none
         last = tokenizer("a")["input_ids"][-1:]
         names = (tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token)
@@ -171,9 +189,12 @@ def load_model_config(folder: str, key: str = "model_name_or_path", **settings: 
 def position_limit(config: Any, tokenizer: Any) -> int | None:
     """Return how many tokens the model can see, None for no limit.
 
-    RoBERTa's kind has two positions more than it can use; the tokenizer knows better there.
+    RoBERTa's kind counts positions from behind the pad token's number.
     """
-    limits = (getattr(config, "max_position_embeddings", None), tokenizer.model_max_length)
+    positions = getattr(config, "max_position_embeddings", None)
+    if isinstance(positions, int) and config.model_type in ROBERTAS:
+        positions -= (1 if config.pad_token_id is None else config.pad_token_id) + 1
+    limits = (positions, tokenizer.model_max_length)
     return min((n for n in limits if isinstance(n, int) and 0 < n < UNLIMITED), default=None)
 
 
@@ -205,13 +226,26 @@ def load_for_training(
         The model, and the names of the parameters that were drawn anew.
 
     Raises:
-        ConfigError: where it cannot be had.
+        ConfigError: where it cannot be had, or its weights are not those of its layers.
     """
     on_cpu = device is not None and device.type == "cpu"
     attention = {"attn_implementation": "eager"} if on_cpu else {}
     model, drawn = _load(
         "model_name_or_path", folder, config=config, ignore_mismatched_sizes=True, **attention
     )
+    inside, words = f"{model.base_model_prefix}.", word_embedding(model)
+    parameters = dict(model.named_parameters())
+    lost = [
+        name
+        for name in drawn
+        if name.startswith(inside)
+        and (re.search(r"\.\d+\.", name) or parameters.get(name) is getattr(words, "weight", ""))
+    ]
+    if lost:
+        raise ConfigError(
+            f"model_name_or_path={folder}: {len(lost)} weights of its layers are missing, or of "
+            f"another size than its config.json says, {lost[0]} the first"
+        )
     model.config.architectures = [type(model).__name__]  # a base model's config names that one
     return model, drawn
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, HfApi, ModelCardData
 
+from accel_ft.config import DEFAULT_DATASET
 from accel_ft.errors import ConfigError, first_line
 from accel_ft.runtime.hub import is_hub_id
 
@@ -23,6 +24,8 @@ def model_card(
         scores: by name.
         split: that they are of, "test" or "validation".
     """
+    if settings.get("output_dir") and not settings.get("train_file"):  # of a run, then
+        settings = settings | {"dataset_name": settings.get("dataset_name") or DEFAULT_DATASET}
     base, data = (
         name if is_hub_id(name) else None
         for name in (settings.get("model_name_or_path"), settings.get("dataset_name"))

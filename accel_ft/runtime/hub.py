@@ -13,6 +13,7 @@ from accel_ft.errors import ConfigError, first_line
 logger = logging.getLogger(__name__)
 
 PROBE_SECONDS = 8
+LONGEST = 400  # characters of an error that is told
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 QUICKSTART = (
     "accelerate launch --config_file accelerate_configs/cpu.yaml "
@@ -33,12 +34,22 @@ def fetching(key: str, name: str) -> Iterator[None]:
         yield
     except Exception as error:  # other people's files fail in any way
         if reachable:
-            raise ConfigError(f"{key}={name}: cannot be loaded: {first_line(error)}") from error
+            raise ConfigError(f"{key}={name}: cannot be loaded: {_told(error)}") from error
         raise ConfigError(
             f"{key}={name}: the Hub cannot be reached and its cache here does not hold it. "
             "Fix: give a local folder or file, or a package:// model. To try accel_ft without the "
             f"Hub:\n  {QUICKSTART}"
         ) from error
+
+
+def _told(error: Exception) -> str:
+    """What an error says, as far as a message has room for it, and what it came from."""
+    words = " ".join(str(error).split())
+    words = f"{words[:LONGEST]}..." if len(words) > LONGEST else words or repr(error)
+    if "Config name is missing" in words:
+        words += " Fix: --dataset_config_name"
+    cause = error.__cause__
+    return words if cause is None else f"{words} ({first_line(cause)})"
 
 
 @cache

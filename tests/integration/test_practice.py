@@ -178,7 +178,9 @@ def test_a_global_batch_larger_than_the_rows_costs_nothing(
     assert receipt["accumulation_steps"] == 12  # 47 rows, 4 at once
 
 
-def test_what_predict_is_given(words: list[str], tmp_path: Path, capsys) -> None:
+def test_what_predict_is_given(
+    words: list[str], tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from accel_ft import load_classifier, predict
     from accel_ft.errors import DataError
 
@@ -186,6 +188,8 @@ def test_what_predict_is_given(words: list[str], tmp_path: Path, capsys) -> None
     classifier = load_classifier(tmp_path / "run")
     texts = ["a goal", "the bank"]
     plain = classifier.predict(texts)
+    monkeypatch.setattr(predict, "CHUNK_ROWS", 1)
+    assert classifier.predict(texts) == plain
     assert classifier.predict(np.array(texts, dtype=object)) == plain
     for bad, words in (
         (["a", None], r"texts\[1\]: is None, not a text"),

@@ -49,6 +49,12 @@ def test_file_sets_and_word_overrides(tmp_path: Path) -> None:
     assert train_config("--config", write(tmp_path, "report_to: [html]\n")).report_to == ("html",)
 
 
+def test_off_is_not_false(tmp_path: Path) -> None:
+    """YAML reads `off` as false."""
+    assert train_config("--config", write(tmp_path, "preflight: off\n")).preflight == "off"
+    assert "preflight" in fault("--config", write(tmp_path, "preflight: on\n"))
+
+
 def test_seeds_leave_room_for_ranks_and_updates() -> None:
     """numpy's end at 2^32, and the rank or the update is added to them."""
     assert train_config("--seed", str(2**31 - 1)).seed == 2**31 - 1
@@ -205,7 +211,7 @@ def test_rows_are_not_replaced_and_pairs_not_ignored(tmp_path: Path) -> None:
 
 def test_no_arguments_is_the_ag_news_job() -> None:
     """examples/ag_news.yaml says in full what no key at all means."""
-    from accel_ft.data.splits import DEFAULT_DATASET
+    from accel_ft.config import DEFAULT_DATASET
     from accel_ft.engine.build import DEFAULT_GLOBAL_BATCH_SIZE
 
     file = train_config("--config", str(ROOT / "examples/ag_news.yaml"))
@@ -227,6 +233,13 @@ def test_evaluate_takes_the_rest_from_the_run(tmp_path: Path) -> None:
         words = ["--checkpoint", str(folder), "--max_seq_length", "32"]
         config = parse(EvaluateConfig, words, "evaluate", run_settings)
         assert (config.text_column, config.max_seq_length, config.test_file) == ("body", 32, rows)
+    (run / "config.yaml").write_text("max_eval_samples: 7\ntest_file: null\n")
+    found = [
+        parse(EvaluateConfig, ["--checkpoint", str(run), *words], "evaluate", run_settings)
+        for words in ([], ["--validation_file", str(rows)])
+    ]
+    assert [config.max_eval_samples for config in found] == [7, None]  # of its own rows alone
+    (run / "config.yaml").write_text(f"text_column: body\ntest_file: {rows}\n")
     rows.rename(tmp_path / "moved.csv")
     words = ["--checkpoint", str(run), "--validation_file", str(tmp_path / "moved.csv")]
     config = parse(EvaluateConfig, words, "evaluate", run_settings)

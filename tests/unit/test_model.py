@@ -1,6 +1,8 @@
 import hashlib
+import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,6 +92,62 @@ def test_more_tokens_than_positions(tiny_model: Path) -> None:
     check_max_seq_length(64, limit)
     with pytest.raises(ConfigError, match="max_seq_length=65: the model sees 64 tokens"):
         check_max_seq_length(65, limit)
+
+
+def test_positions_behind_the_pad_token() -> None:
+    from transformers import BertConfig, RobertaConfig
+
+    unlimited = SimpleNamespace(model_max_length=10**30)
+    assert position_limit(RobertaConfig(max_position_embeddings=514), unlimited) == 512
+    assert position_limit(BertConfig(max_position_embeddings=514), unlimited) == 514
+
+
+def test_a_folder_without_its_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
+    """transformers makes one of special tokens alone, and every word unknown."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((tiny_model / name).read_bytes())
+    with pytest.raises(ConfigError, match="its tokenizer knows no words.*beside config.json"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_of_sentencepiece(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise ValueError("`tiktoken` is required to read a `tiktoken` file.")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", fails)
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="Fix: pip install sentencepiece protobuf"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_weights_that_are_not_those_of_the_layers(tiny_model: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(tiny_model / "model.safetensors")
+    config = (tiny_model / "config.json").read_text()
+    names = {label_id: f"label {label_id}" for label_id in range(2)}
+    sizes = json.loads(config)["vocab_size"]
+    for wrong in ("names", "vocabulary", "pooler"):
+        (tmp_path / "config.json").write_text(config)
+        changed = dict(weights)
+        if wrong == "names":  # as a wrapper saves them
+            changed = {f"module.{name}": value for name, value in weights.items()}
+        elif wrong == "vocabulary":
+            (tmp_path / "config.json").write_text(
+                config.replace(f'"vocab_size": {sizes}', f'"vocab_size": {sizes + 9}')
+            )
+        else:  # which many an encoder comes without
+            changed = {name: value for name, value in weights.items() if "pooler" not in name}
+        save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        about = load_model_config(str(tmp_path), id2label=names, label2id={})
+        if wrong == "pooler":
+            assert load_for_training(str(tmp_path), about, CPU)[1]
+            continue
+        with pytest.raises(ConfigError, match="weights of its layers are missing, or of another"):
+            load_for_training(str(tmp_path), about, CPU)
 
 
 CPU = torch.device("cpu")
@@ -215,6 +273,9 @@ def test_a_card_names_the_hub_only_for_what_is_there(
     card = model_card(["no", "yes"], hub, {"accuracy": 0.5})
     assert "base_model: distilbert/distilbert-base-uncased" in card
     assert "- fancyzhx/ag_news" in card
+    assert "- fancyzhx/ag_news" in model_card(["no", "yes"], {"output_dir": "a"})  # the default
+    mine = model_card(["no", "yes"], {"output_dir": "a", "train_file": "rows.csv"})
+    assert "ag_news" not in mine
     glue = {
         "dataset_name": "nyu-mll/glue",
         "dataset_config_name": "mnli",
@@ -227,6 +288,17 @@ def test_a_card_names_the_hub_only_for_what_is_there(
     assert 'model=".", truncation=True)' in card
     card = model_card(["no", "yes"], {"max_seq_length": 96})
     assert 'model=".", truncation=True, max_length=96)' in card
+
+
+def test_the_card_of_the_job_with_no_key_set(tmp_path: Path) -> None:
+    from accel_ft.config import TrainConfig
+    from accel_ft.train import _describe
+
+    (tmp_path / "model").mkdir()
+    _describe(TrainConfig(output_dir=tmp_path, report_to=()), ["no", "yes"], [])
+    card = (tmp_path / "model/README.md").read_text()
+    assert "base_model: distilbert/distilbert-base-uncased" in card
+    assert "- fancyzhx/ag_news" in card
 
 
 def test_a_refusal_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

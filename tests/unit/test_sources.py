@@ -227,6 +227,26 @@ def test_a_dataset_folder_with_named_labels(tmp_path: Path) -> None:
     assert list(hub_sources(DataConfig(), str(tmp_path / "data"), needs_train=False)) == ["test"]
 
 
+def test_text_labels_that_are_kept_back(tmp_path: Path) -> None:
+    import datasets
+
+    for split, labels in {"train": ["no", None, "yes"], "test": [None, None, None]}.items():
+        features = datasets.Features({n: datasets.Value("string") for n in ("text", "label")})
+        rows = datasets.Dataset.from_dict({"text": ["x", "a", "y"], "label": labels}, features)
+        rows.to_parquet(tmp_path / "data" / f"{split}.parquet")
+    sources = hub_sources(DataConfig(), str(tmp_path / "data"))
+    found = [(text, label) for _, text, label in sources["train"].rows(DataConfig())]
+    assert found == [("x", "no"), ("y", "yes")]
+    assert list(sources) == ["train"]
+
+
+def test_why_a_data_set_cannot_be_read_is_told(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/train.jsonl").write_text('{"text": "a", "label": 1}\n{"text": \n')
+    with pytest.raises(ConfigError, match=r"generating the dataset \(.*JSON"):
+        hub_sources(DataConfig(), str(tmp_path / "data"))
+
+
 def test_a_dataset_of_several_configurations(tmp_path: Path) -> None:
     """As GLUE: named, scores in place of classes, those of the test rows kept back."""
     import datasets
@@ -242,7 +262,7 @@ def test_a_dataset_of_several_configurations(tmp_path: Path) -> None:
             files.append({"split": split, "path": f"{name}/{split}.parquet"})
         listed.append({"config_name": name, "data_files": files})
     (tmp_path / "data/README.md").write_text(f"---\n{yaml.safe_dump({'configs': listed})}---\n")
-    with pytest.raises(ConfigError, match="Config name is missing"):
+    with pytest.raises(ConfigError, match="missing.*'one', 'two'.*Fix: --dataset_config_name"):
         hub_sources(DataConfig(), str(tmp_path / "data"))
     for name, first in {"one": "0.5", "two": "-1.0"}.items():
         config = DataConfig(dataset_name="x", dataset_config_name=name, problem_type="regression")
