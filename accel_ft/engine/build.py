@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend, set_seed
 
@@ -86,6 +87,9 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     )
     assert config.global_batch_size is not None
     accelerator.gradient_accumulation_steps = accumulation_steps
+    for key in ("lora_alpha", "lora_dropout", "lora_target_modules"):
+        if config.lora_r is None and getattr(config, key) != TrainConfig.model_fields[key].default:
+            logger.warning("%s has no effect without lora_r: the whole model is trained", key)
     num_micro_batches = accumulation_steps * accelerator.num_processes
     plan = Plan(len(splits.train), config.global_batch_size, config.seed, splits.train.lengths)
     num_steps = config.updates(plan.steps_per_epoch)
@@ -186,7 +190,9 @@ def _build_model(
     prepared, and the schedule.
     """
     model, drawn = plain_model(config, accelerator.device, splits.label_names, tokenizer)
-    if drawn and config.resume_from_checkpoint is None:
+    wanted, published = config.resume_from_checkpoint, config.output_dir / "checkpoints"
+    is_new = wanted is None or (wanted == "latest" and not transaction.list_published(published))
+    if drawn and is_new:
         logger.info("not in the pretrained weights, drawn anew: %s", ", ".join(drawn))
     counts = [0, 0]
     for parameter in model.parameters():  # now: of FSDP1's, each rank sees a share only
@@ -202,10 +208,12 @@ def _build_model(
     if is_fsdp and not accelerator.is_fsdp2 and config.lora_r is not None:
         raise ConfigError(f"lora_r={config.lora_r}: FSDP1 cannot save adapters alone. Fix: FSDP2")
     fsdp.configure(accelerator, model)
-    alone = accelerator.num_processes == 1
-    is_plain = accelerator.device.type == "cpu" and not (is_fsdp or compiled)
-    if is_plain and (alone or accelerator.gradient_accumulation_steps == 1):
-        make_sparse(model)  # DDP sends no sum of dense and sparse ones
+    if accelerator.device.type == "cpu" and not (is_fsdp or compiled):
+        is_sent = accelerator.distributed_type != DistributedType.NO
+        if not is_sent or (
+            dist.get_backend() == "gloo" and accelerator.gradient_accumulation_steps == 1
+        ):
+            make_sparse(model)  # NCCL, MPI and DDP's sums over micro-batches want whole ones
     model, optimizer = accelerator.prepare(model, optimizer)
     check_granted(accelerator, model)
     if is_fsdp:
@@ -232,8 +240,11 @@ def _fitted(
     """Settle per_device_train_batch_size: auto; the model is loaded once more for it."""
     size = config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
     rows = -(-size // accelerator.num_processes)
-    model, _ = plain_model(config, accelerator.device, splits.label_names, tokenizer)
-    found = largest_micro_batch(config, accelerator, watch, model, splits.train, pad, rows)
+
+    def load_model() -> Any:
+        return plain_model(config, accelerator.device, splits.label_names, tokenizer)[0]
+
+    found = largest_micro_batch(config, accelerator, watch, load_model, splits.train, pad, rows)
     (earlier, *_) = watch.tell(_earlier_micro_batch(config, accelerator.num_processes))
     if earlier is not None and earlier != found:
         found = min(earlier, found)

@@ -3,6 +3,7 @@ a rank that runs out of memory leaves the others waiting.
 """
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -46,19 +47,19 @@ def measured_need(accelerator: Accelerator, model: Any, split: Split, pad: Paddi
     return need(model, loss, MEASURED_ROWS)
 
 
-def strategy_and_memory(accelerator: Accelerator) -> tuple[str, int]:
-    """Return `model.memory`'s name of the strategy, and the bytes of a rank's device."""
+def strategy_name(accelerator: Accelerator) -> str:
+    """Return `model.memory`'s name of the strategy."""
     policy = getattr(getattr(accelerator.state, "fsdp_plugin", None), "cpu_offload", None)
     offloads = isinstance(policy, CPUOffloadPolicy) or getattr(policy, "offload_params", False)
     names = {DistributedType.NO: "none", DistributedType.FSDP: "offload" if offloads else "fsdp"}
-    return names.get(accelerator.distributed_type, "ddp"), device_bytes(accelerator.device)
+    return names.get(accelerator.distributed_type, "ddp")
 
 
 def largest_micro_batch(
     config: TrainConfig,
     accelerator: Accelerator,
     watch: Watch,
-    model: Any,
+    load_model: Callable[[], Any],
     split: Split,
     pad: Padding,
     rows: int,
@@ -66,22 +67,24 @@ def largest_micro_batch(
     """Return the most samples of a micro-batch that fit on every rank, the same on all. Collective.
 
     Args:
-        model: not wrapped.
+        load_model: gives a model, not wrapped.
         rows: samples of an update that a rank has in all; more are not needed.
 
     Raises:
         ConfigError: not one fits.
     """
+    capacity = device_bytes(accelerator.device)  # before the model has its share of it
+    model = load_model()
     whole = sum(parameter.nbytes for parameter in model.parameters())
-    if min(watch.tell(device_bytes(accelerator.device))) < 2 * whole:
+    if min(watch.tell(capacity)) < 2 * whole:
         raise ConfigError(
             f"per_device_train_batch_size=auto: the whole model, {whole / 2**20:,.0f} MiB, has no "
             "room on a device to be measured on. Fix: a number; `accel_ft.doctor` counts"
         )
     model.to(accelerator.device).train()
     wanted = measured_need(accelerator, model, split, pad)
-    strategy, capacity = strategy_and_memory(accelerator)
-    free = int(capacity * (1 - RESERVE)) - wanted.on_rank(strategy, accelerator.num_processes, 0)
+    held = wanted.on_rank(strategy_name(accelerator), accelerator.num_processes, 0)
+    free = int(capacity * (1 - RESERVE)) - held
     found = int(min(*watch.tell(free // max(wanted.per_row, 1)), rows))
     if found < 1:
         raise ConfigError(

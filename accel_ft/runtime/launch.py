@@ -20,6 +20,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
+    DistributedType,
     InitProcessGroupKwargs,
     is_compiled_module,
 )
@@ -164,9 +165,9 @@ def check_granted(accelerator: Accelerator, model: nn.Module) -> None:
     """
     request = read_request()
     on_cpu = accelerator.device.type == "cpu"
-    one_or_ddp = (
-        "DDP" if (request.num_processes or accelerator.num_processes) > 1 else "one process"
-    )
+    alone = (request.num_processes or accelerator.num_processes) == 1
+    wraps_one = accelerator.distributed_type == DistributedType.MULTI_CPU  # as on a GPU it does not
+    one_or_ddp = "one process" if alone and not wraps_one else "DDP"
     strategy = "FSDP" if request.distributed_type == "FSDP" else one_or_ddp
     is_compiled = any(is_compiled_module(module) for module in model.modules())
     asked_cpu = on_cpu if request.use_cpu is None else request.use_cpu

@@ -4,18 +4,22 @@ By default glibc gives large blocks back to the system, and each step faults the
 a time.
 """
 
+import contextlib
 import ctypes
 import mmap
+import os
 import platform
 import resource
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4  # of mallopt(3)
 MIB = 2**20
-HEAP = 8192 * MIB  # of address space
+TOP_PAD = 64 * MIB
+HEAP = 8192 * MIB  # of address space, at most
 
 
 def keep_freed_memory() -> bool:
@@ -29,25 +33,33 @@ def keep_freed_memory() -> bool:
         return False
     library = ctypes.CDLL(None)
     never = -1
-    settings = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, never), (_TOP_PAD, 64 * MIB))
+    settings = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, never), (_TOP_PAD, TOP_PAD))
     done = all(library.mallopt(parameter, value) == 1 for parameter, value in settings)
-    if done and not _address_space_is_counted():
-        library.malloc.argtypes, library.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
-        library.free.argtypes = [ctypes.c_void_p]
-        library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        # madvise(2) takes what is mapped: the heap grows first, by addresses, not by memory.
-        if (start := library.malloc(HEAP)) is not None:
-            first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-            library.madvise(first, HEAP - mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
-            library.free(start)
+    if done:
+        _ask_for_huge_pages(library)
     return done
 
 
-def _address_space_is_counted() -> bool:
-    """Whether addresses without memory behind them use up what this process may have."""
-    mode = Path("/proc/sys/vm/overcommit_memory")
-    never_overcommits = mode.is_file() and mode.read_text(encoding="ascii").strip() == "2"
-    return never_overcommits or resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+def _ask_for_huge_pages(library: Any) -> None:
+    """Let the heap grow in huge pages, unless addresses without memory behind them are counted.
+
+    madvise(2) takes what is mapped: the heap is made large first, in addresses. That must not fail,
+    since a malloc that does has glibc leave the heap that is set up here.
+    """
+    kinds = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
+    limited = any(resource.getrlimit(kind)[0] != resource.RLIM_INFINITY for kind in kinds)
+    size = min(HEAP, os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE // 2)
+    if limited or Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii")[0] == "2":
+        return
+    library.malloc.argtypes, library.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+    library.free.argtypes = [ctypes.c_void_p]
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    with contextlib.suppress(OSError):
+        mmap.mmap(-1, size + 2 * TOP_PAD, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+        if (start := library.malloc(size)) is not None:
+            first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+            library.madvise(first, size - mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
+            library.free(start)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -51,6 +51,21 @@ SAME_BIRTH_SECONDS = 5.0  # a process number used again is of a process born lat
 PATIENCE = timedelta(days=7)
 
 
+def new_host_group(timeout: timedelta | None = None) -> Any:
+    """Return a gloo group of all ranks, which speaks on the host. Collective.
+
+    Raises:
+        LaunchError: the ranks do not find each other.
+    """
+    try:
+        return dist.new_group(backend="gloo", timeout=timeout)
+    except RuntimeError as error:
+        raise LaunchError(
+            f"the ranks cannot reach each other over gloo: {error}. Fix: "
+            "GLOO_SOCKET_IFNAME=the network interface that joins the machines"
+        ) from error
+
+
 class Watch:
     """This rank among the others. Making one is collective.
 
@@ -78,16 +93,8 @@ class Watch:
         self._launcher = os.getppid() if _has_launcher() else None
         folder.mkdir(parents=True, exist_ok=True)
         if num_ranks > 1:
-            try:
-                self._group = dist.new_group(
-                    backend="gloo", timeout=timedelta(seconds=limit_seconds)
-                )
-                self._patient_group = dist.new_group(backend="gloo", timeout=PATIENCE)
-            except RuntimeError as error:
-                raise LaunchError(
-                    f"the ranks cannot reach each other over gloo: {error}. Fix: "
-                    "GLOO_SOCKET_IFNAME=the network interface that joins the machines"
-                ) from error
+            self._group = new_host_group(timedelta(seconds=limit_seconds))
+            self._patient_group = new_host_group(PATIENCE)
         self._beat["run"] = self.tell(secrets.token_hex(8))[0]  # not an earlier run's heartbeat
 
     # What the ranks say to each other: on the host, so that no accelerator waits.

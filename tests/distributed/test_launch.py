@@ -108,6 +108,16 @@ def test_a_fault_on_two_ranks_is_one_message(words: list[str], tmp_path: Path) -
     assert "[rank1]" not in message
 
 
+@pytest.mark.parametrize("size", ["16", "4"])
+def test_one_rank_of_many(words: list[str], tmp_path: Path, size: str) -> None:
+    """The first of a series 1, 2, 4: accelerate wraps it in DDP too, on a CPU."""
+    words = [*words, "--max_steps", "2", "--per_device_train_batch_size", size]
+    words += ["--lora_alpha", "32"]
+    done = launch("cpu_ddp.yaml", "--num_processes", 1, "-m", "accel_ft.train", *words)
+    assert "lora_alpha has no effect without lora_r" in done.stderr
+    assert (tmp_path / "run/model/model.safetensors").is_file()
+
+
 def test_accumulation_from_the_environment(words: list[str]) -> None:
     environment = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
     done = run("python", "-m", "accel_ft.train", *words, check=False, env=environment)
