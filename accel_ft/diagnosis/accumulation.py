@@ -73,7 +73,7 @@ class _Recorder:
         self.began = len(self.events)
         self.used = {
             optimizer: [
-                (p, p.grad, p.grad._version)
+                (p, p.grad, _version(p.grad))
                 for group in optimizer.param_groups
                 for p in group["params"]
                 if p.grad is not None and bool(p.grad.any())
@@ -90,7 +90,10 @@ class _Recorder:
         added = {
             optimizer
             for optimizer, used in self.used.items()
-            if any(p.grad is grad and grad._version > version for p, grad, version in used)
+            if any(
+                p.grad is not None and (p.grad is not grad or _version(grad) > version)
+                for p, grad, version in used
+            )
         }
         if added:
             self.events.insert(self.began, LEFT)
@@ -106,6 +109,11 @@ class _Recorder:
         """Note a scheduler's step; each scheduler has a number."""
         number = self.schedulers.setdefault(scheduler, len(self.schedulers))
         self.events.append(f"{SCHEDULE} {number}")
+
+
+def _version(gradient: torch.Tensor) -> int:
+    """How often a gradient was written to; FSDP2 writes to its share."""
+    return getattr(gradient, "_local_tensor", gradient)._version
 
 
 @contextlib.contextmanager

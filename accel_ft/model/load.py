@@ -239,6 +239,7 @@ def load_for_training(
         name
         for name in drawn
         if name.startswith(inside)
+        and name in parameters
         and (re.search(r"\.\d+\.", name) or parameters.get(name) is getattr(words, "weight", ""))
     ]
     if lost:

@@ -49,12 +49,13 @@ def _ask_for_huge_pages(library: Any) -> None:
     kinds = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
     limited = any(resource.getrlimit(kind)[0] != resource.RLIM_INFINITY for kind in kinds)
     size = min(HEAP, os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE // 2)
-    if limited or Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii")[0] == "2":
-        return
     library.malloc.argtypes, library.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
     library.free.argtypes = [ctypes.c_void_p]
     library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     with contextlib.suppress(OSError):
+        mode = Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii")[0]
+        if limited or mode == "2":
+            return
         mmap.mmap(-1, size + 2 * TOP_PAD, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
         if (start := library.malloc(size)) is not None:
             first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -632,6 +633,26 @@ def test_loops_of_others() -> None:
             for _ in range(3):
                 scheduler.step()
     caught(accumulation.accumulation_calls(events, 1), "the scheduler is stepped 3 times")
+
+
+def test_gradients_left_under_fsdp2(tmp_path: Path) -> None:
+    """They are written to below the tensor that the optimizer sees."""
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = fully_shard(small_model(), mesh=dist.init_device_mesh("cpu", (1,)))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for clears in (True, False):
+            with accumulation.recording(model) as events:
+                for _ in range(3):
+                    loss_of(model, ROWS[:4]).backward()
+                    optimizer.step()
+                    if clears:
+                        optimizer.zero_grad()
+            assert events.count("left") == 2 * (not clears)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_an_optimizer_of_the_head() -> None:
