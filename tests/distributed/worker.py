@@ -68,7 +68,9 @@ def fitted(task: dict[str, Any]) -> list[int]:
         return int(two / (1 - fitting.RESERVE)) + 1000
 
     fitting.measured_need, fitting.device_bytes = keep, room
-    run = built([*task["words"], "--per_device_train_batch_size", "auto"], accelerator)
+    words = [*task["words"], "--per_device_train_batch_size", "auto"]
+    built(words, accelerator)  # with room without end; what it measures says how much two rows are
+    run = built(words, accelerator)
     return gather_object([run.config.per_device_train_batch_size])
 
 
