@@ -37,7 +37,7 @@ def make_sparse(model: nn.Module) -> None:
 
 def fill_gradient(model: nn.Module) -> None:
     """Make the gradient whole that `make_sparse` let be sparse, after a backward pass: the same
-    numbers as ever.
+    numbers as ever; over several micro-batches, or ranks, to rounding.
     """
     for module in model.modules():
         whole = vars(module).get("whole_gradient")
