@@ -86,7 +86,8 @@ def _keep_the_trained_alone(model: Any) -> None:
     """Have the model's state hold the trained parameters only, under every strategy: checkpoints
     stay small, and what is frozen comes from the pretrained model again.
     """
-    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    every = model.named_parameters(remove_duplicate=False)  # tied ones have a name each
+    frozen = {name for name, parameter in every if not parameter.requires_grad}
 
     def drop(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
         for name in frozen:

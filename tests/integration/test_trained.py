@@ -135,6 +135,7 @@ def test_adapters_of_another_base_do_not_go_on(
 def architectures() -> dict[str, Any]:
     """Small models of several kinds, whose pretrained part has no head."""
     from transformers import (
+        BartConfig,
         BertConfig,
         DebertaV2Config,
         DistilBertConfig,
@@ -150,6 +151,11 @@ def architectures() -> dict[str, Any]:
         "num_attention_heads": 2,
         "intermediate_size": 32,
     }
+    of_bart = {"d_model": 16, "eos_token_id": 2} | {
+        f"{part}_{size}": number
+        for part in ("encoder", "decoder")
+        for size, number in {"layers": 1, "attention_heads": 2, "ffn_dim": 32}.items()
+    }
     return {
         "bert": BertConfig(**small, **sizes),
         "roberta": RobertaConfig(**small, **sizes),
@@ -157,11 +163,15 @@ def architectures() -> dict[str, Any]:
         "modernbert": ModernBertConfig(**small, **sizes),
         "distilbert": DistilBertConfig(**small, dim=16, hidden_dim=32, n_layers=2, n_heads=2),
         "gpt2": GPT2Config(**small, n_embd=16, n_layer=2, n_head=2),
+        "bart": BartConfig(**small, **of_bart),  # its word embedding goes by three names
     }
 
 
+KINDS = ["bert", "roberta", "deberta", "modernbert", "distilbert", "gpt2", "bart"]
+
+
 @pytest.mark.parametrize("targets", [(), "first"])
-@pytest.mark.parametrize("kind", ["bert", "roberta", "deberta", "modernbert", "distilbert", "gpt2"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_drawn_is_trained_and_saved(kind: str, targets: object, tmp_path: Path) -> None:
     """Heads come in many shapes; nothing of them may be frozen at random, or drawn again."""
     from transformers import AutoModel
@@ -194,7 +204,7 @@ def test_what_is_drawn_is_trained_and_saved(kind: str, targets: object, tmp_path
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.eval()
-    ids = torch.tensor([[5, 6, 7, 8, 0], [9, 10, 11, 12, 13]])
+    ids = torch.tensor([[5, 6, 7, 2, 0], [9, 10, 11, 12, 2]])
     inputs = {"input_ids": ids, "attention_mask": (ids > 0).long()}
     expected = model(**inputs).logits
     weights = dict(model.state_dict())
