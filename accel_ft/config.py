@@ -305,7 +305,7 @@ class TrainConfig(HubConfig, DataConfig):
     """End after as many evaluations in a row without a better value of metric_for_best_model."""
     early_stopping_threshold: float = Field(0.0, ge=0)
     """How much better a value must be to count."""
-    resume_from_checkpoint: str | None = None
+    resume_from_checkpoint: Literal["latest"] | str | None = None
     """`latest` (from the beginning where there is no checkpoint yet), or a checkpoint's folder."""
     allow_changed: Names = ()
     """What may differ between a checkpoint and this job, by name, such as learning_rate,train_data;
@@ -458,7 +458,8 @@ class PredictConfig(Config):
     input: str | None = None
     """File to label (csv, tsv, json, jsonl, parquet, or plain lines), or - for standard input."""
     input_format: Literal["auto", "csv", "tsv", "json", "jsonl", "parquet", "lines"] = "auto"
-    """Format of the input; auto: by the file's name, of standard input jsonl after {, or lines."""
+    """Format of the input; auto: by the file's name, of standard input jsonl after {, json
+    after [{, else lines."""
     text: str | None = None
     """One text to label, in place of input; --text=... where it begins with a dash."""
     text_pair: str | None = None
@@ -487,6 +488,8 @@ class PredictConfig(Config):
                 ("input", "text"),
                 "input, text: exactly one is needed. Fix: --input FILE (or -), or --text '...'",
             )
+        if self.input == "-" and self.input_format == "parquet":
+            yield self._fault("standard input cannot be parquet. Fix: a file", "input_format")
         path = Path(str(self.input))  # may be a pipe: <(command)
         if self.input not in (None, "-") and (path.is_dir() or not path.exists()):
             yield self._fault("there is no such file", "input")
@@ -580,10 +583,10 @@ def checked(
                 values[key] = "off"  # as YAML reads it
                 continue
             faulty.add(key)
-            where = origin.get(key, "")
-            found = str(value).lower() if where else "no value"
+            where = origin.get(key)
+            found = "no value" if where == "" else str(value).lower()
             listed.append(
-                f"{key}{where}: {found} given. Allowed: {type_name(fields[key].annotation)}"
+                f"{key}{where or ''}: {found} given. Allowed: {type_name(fields[key].annotation)}"
             )
     sound = {key: value for key, value in values.items() if key not in faulty}
     try:

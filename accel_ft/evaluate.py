@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from accel_ft.config import EvaluateConfig, parse, run_folder, run_settings
+from accel_ft.config import ROW_KEYS, EvaluateConfig, parse, run_folder, run_settings
 from accel_ft.errors import ConfigError, run_command
 
 logger = logging.getLogger("accel_ft.evaluate")  # run with -m, its name is __main__
@@ -19,6 +20,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     from accel_ft.data.sources import check_first_rows
 
+    run = run_folder(config.checkpoint)
+    if run is None and not (ROW_KEYS & config.model_fields_set):
+        raise ConfigError(f"checkpoint={config.checkpoint}: is no run's. Fix: --test_file FILE")
     check_first_rows(config)
     from accel_ft.checkpoint.open import open_classifier
     from accel_ft.data.loader import Padding
@@ -48,7 +52,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         name, split, is_cut_off = load_eval_split(
             config, opened.tokenizer, opened.label_names, config.split
         )
-    if is_cut_off and accelerator.is_main_process and not _are_the_runs_own(config, split):
+    limit = config.max_eval_samples
+    if name == "test" and limit != run_settings({"checkpoint": run or ""}).get("max_eval_samples"):
+        split.stop = min(split.stop, limit or split.stop)  # the run's is for its validation rows
+    if is_cut_off and accelerator.is_main_process and not _are_the_runs_own(run, split):
         logger.warning(
             "the validation rows were cut off the training rows, which are not those of the run "
             "any more (or cut at another max_seq_length): some may have been trained on"
@@ -66,9 +73,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             config.output.write_text(text + "\n", encoding="utf-8")  # it may be a device
 
 
-def _are_the_runs_own(config: EvaluateConfig, split: Any) -> bool:
+def _are_the_runs_own(run: Path | None, split: Any) -> bool:
     """Whether rows that are cut off the training rows are among those that the run cut off."""
-    run = run_folder(config.checkpoint)
     if run is None:
         return True
     receipt = json.loads((run / "receipt.json").read_text(encoding="utf-8"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +25,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         from accel_ft.runtime.card import push, require_repo
 
         repo_id = require_repo(config.repo_id(output), config.hub_private_repo)
+    from accel_ft.runtime.logging import setup_logging
+
+    setup_logging(0)
     difference = export(config.checkpoint, output, config.format == "onnx", repo_id)
     if difference is not None:
         print(f"onnx: {output / 'model.onnx'}, logits within {difference:.1e} of the model's")
@@ -57,6 +61,7 @@ def export(
     from accel_ft.model.load import load_parts, resolve
     from accel_ft.reporting.record import results
     from accel_ft.runtime.card import model_card
+    from accel_ft.runtime.hub import is_hub_id
     from accel_ft.runtime.logging import read_events
 
     folder = resolve(model_folder(checkpoint), "checkpoint")
@@ -74,6 +79,11 @@ def export(
         run = run_folder(checkpoint)
         ended = run is not None and Path(folder).resolve() == run / "model"  # no checkpoint's
         events = read_events(run / "metrics.jsonl") if run is not None and ended else []
+        if run is not None:
+            known = json.loads((run / "receipt.json").read_text("utf-8")).get("hub_ids", [])
+            for key in ("model_name_or_path", "dataset_name"):
+                if is_hub_id(settings.get(key)) and settings[key] not in known:
+                    settings[key] = f"./{settings[key]}"  # a folder, from where it was trained
         (staging / "README.md").write_text(
             model_card(names, settings, *results(events)), encoding="utf-8"
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import sys
 from codecs import BOM_UTF8
@@ -193,7 +194,8 @@ def _guess_format(path: str) -> str:
     if path == "-":
         standard_input: Any = sys.stdin.buffer
         start = standard_input.peek(64).removeprefix(BOM_UTF8).lstrip()
-        return "jsonl" if start[:1] == b"{" else "lines"
+        is_list = re.match(rb"\[\s*\{", start) is not None
+        return "json" if is_list else "jsonl" if start[:1] == b"{" else "lines"
     if f".{suffix}" in DATA_FILE_SUFFIXES:
         return suffix
     if suffix == "txt" or (suffix == "" and Path(path).is_file()):

@@ -63,10 +63,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings, space = read_settings(config.job), read_settings(config.space)
     job = checked(TrainConfig, settings)
     check_first_rows(job)
-    ranges = _check_space(config, settings, space)
+    _check_space(config, settings, space)
     config.output_dir.mkdir(parents=True, exist_ok=True)
     with locked(config.output_dir, config.output_dir / "lock"), _interruptible():
-        _search(config, job, settings, space, ranges)
+        _search(config, job, settings, space)
 
 
 @contextlib.contextmanager
@@ -87,22 +87,20 @@ def _interruptible() -> Iterator[None]:
 
 
 def _search(
-    config: SearchConfig,
-    job: TrainConfig,
-    settings: dict[str, Any],
-    space: dict[str, Any],
-    ranges: dict[str, Any],
+    config: SearchConfig, job: TrainConfig, settings: dict[str, Any], space: dict[str, Any]
 ) -> None:
     import optuna
+    import sqlalchemy
 
+    database = sqlalchemy.URL.create("sqlite", database=str(config.output_dir / "study.db"))
     study = optuna.create_study(
         study_name=job.best_metric,
-        storage=f"sqlite:///{config.output_dir / 'study.db'}",
+        storage=optuna.storages.RDBStorage(str(database)),
         load_if_exists=True,
         direction="maximize" if job.takes_highest else "minimize",
         pruner=optuna.pruners.MedianPruner(n_startup_trials=config.num_startup_trials),
     )
-    _check_known(config, study, ranges, job.model_dump(mode="json", exclude={*IDLE, *space}))
+    _check_known(config, study, space, job.model_dump(mode="json", exclude={*IDLE, *space}))
     seed = job.seed + len(study.trials)  # a study that goes on draws anew
     study.sampler = optuna.samplers.TPESampler(seed=seed)
     for trial in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):  # of a search killed
@@ -128,7 +126,7 @@ def _search(
         chosen = {key: _suggest(trial, key, values) for key, values in space.items()}
         share = shares.get()
         try:
-            return _run_trial(config, job, trial, chosen, os.environ | share)
+            return _run_trial(config, job, trial, settings | chosen, chosen, os.environ | share)
         except (KeyboardInterrupt, TrialFailed) as error:
             if interrupted.is_set():
                 study.enqueue_trial(trial.params)  # the next start goes on with it
@@ -152,7 +150,7 @@ def _search(
     if not study.get_trials(states=(optuna.trial.TrialState.COMPLETE,)):
         raise ConfigError(f"{config.output_dir}: no trial came to its end")
     best = config.output_dir / "best.yaml"
-    found = {**settings, **study.best_params, "output_dir": str(config.output_dir / "best")}
+    found = study.best_trial.user_attrs["job"] | {"output_dir": str(config.output_dir / "best")}
     write_whole(best, yaml.safe_dump(found, sort_keys=False, allow_unicode=True))
     states = [trial.state.name.lower() for trial in study.trials]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
@@ -160,10 +158,8 @@ def _search(
     print(f"job: {best}")
 
 
-def _check_space(
-    config: SearchConfig, settings: dict[str, Any], space: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the distributions by key; refuse what is no key of a job, or no range.
+def _check_space(config: SearchConfig, settings: dict[str, Any], space: dict[str, Any]) -> None:
+    """Refuse what is no key of a job, or no range.
 
     Raises:
         ConfigError: listing all faults.
@@ -190,36 +186,30 @@ def _check_space(
             )
     if not space or faults:
         raise ConfigError(f"space={config.space}: " + ("\n  ".join(faults) or "is empty"))
-    return dict(trial.distributions)
 
 
 def _check_known(
-    config: SearchConfig, study: Any, ranges: dict[str, Any], settings: dict[str, Any]
+    config: SearchConfig, study: Any, space: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     """Refuse a space, or settings, in which the study's earlier trials cannot be compared.
 
     Raises:
         ConfigError: naming the key.
     """
-    from optuna.distributions import check_distribution_compatibility
-
-    earlier = study.user_attrs.get("settings", settings) if study.trials else settings
-    for key in earlier.keys() & settings.keys():
-        if earlier.get(key) != settings.get(key):
-            raise ConfigError(
-                f"job={config.job}: {key} was {earlier.get(key)!r} in the trials of "
-                f"{config.output_dir}. Fix: that, or another output_dir"
-            )
-    study.set_user_attr("settings", settings)
-    for trial in study.trials:
-        for key in trial.distributions.keys() & ranges.keys():
-            try:
-                check_distribution_compatibility(trial.distributions[key], ranges[key])
-            except ValueError as error:
+    choices = {  # of ranges, the ends may move
+        key: values if isinstance(values, list) else {"log": bool(values.get("log"))}
+        for key, values in space.items()
+    }
+    for name, file, now in (("job", config.job, settings), ("space", config.space, choices)):
+        earlier = study.user_attrs.get(name, now) if study.trials else now
+        for key in earlier.keys() & now.keys():
+            if earlier[key] != now[key]:
+                was = f"was {earlier[key]!r}" if name == "job" else "had other choices"
                 raise ConfigError(
-                    f"space={config.space}: {key} had other choices in the trials of "
-                    f"{config.output_dir}. Fix: those, or another output_dir"
-                ) from error
+                    f"{name}={file}: {key} {was} in the trials of {config.output_dir}. "
+                    "Fix: as it was, or another output_dir"
+                )
+        study.set_user_attr(name, now)
 
 
 def _shares(config: SearchConfig) -> list[dict[str, str]]:
@@ -267,10 +257,11 @@ def _run_trial(
     config: SearchConfig,
     job: TrainConfig,
     trial: Any,
+    settings: dict[str, Any],
     chosen: dict[str, Any],
     environment: dict[str, str],
 ) -> float:
-    """Train with the chosen settings; return the metric of the model that the run ends with.
+    """Train with `settings`, `chosen` among them; return the metric of the final model.
 
     Raises:
         optuna.TrialPruned: it was worse than the median, and stopped.
@@ -281,14 +272,15 @@ def _run_trial(
     name = hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:12]
     folder = config.output_dir / f"trial_{name}"  # the same settings go on where they were
     folder.mkdir(exist_ok=True)
-    keys = {**read_settings(config.job), **chosen, "output_dir": str(folder)}
-    keys |= {"resume_from_checkpoint": "latest", "push_to_hub": False}  # it is no model to show
+    trial.set_user_attr("job", settings)
+    keys = settings | {"output_dir": str(folder), "resume_from_checkpoint": "latest"}
+    keys["push_to_hub"] = False  # it is no model to show
     write_whole(folder / "job.yaml", yaml.safe_dump(keys, allow_unicode=True))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
     if config.config_file is not None:
         command += ["--config_file", str(config.config_file)]
     command += ["-m", "accel_ft.train", "--config", str(folder / "job.yaml")]
-    pruned = stopped = False
+    pruned = False
     with at_work[name], (folder / "log").open("a") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
@@ -296,9 +288,8 @@ def _run_trial(
             running = True
             while running:
                 running = process.poll() is None
-                if running and interrupted.is_set() and not stopped:  # of several at a time
-                    stopped = True
-                    process.send_signal(signal.SIGTERM)
+                if interrupted.is_set():  # of several at a time, told to another thread
+                    raise KeyboardInterrupt
                 time.sleep(POLL_SECONDS if running else 0)
                 for event in _events(folder, "eval")[len(told) :]:
                     told.append(job.best_value(event, "eval_"))
@@ -310,7 +301,10 @@ def _run_trial(
             if process.poll() is None:
                 process.terminate()
                 process.wait()
-            _wait_for_rank(folder / "ranks" / "lock")
+            # The launcher of one rank ends before that has saved, and given its lock back.
+            lock = FileLock(folder / "ranks" / "lock", timeout=SAVE_SECONDS, fallback_to_soft=False)
+            with contextlib.suppress(OSError), lock:
+                pass
     print(
         f"{folder.name}: {chosen}: {told[-1] if told else None}{' (stopped)' * pruned}", flush=True
     )
@@ -322,16 +316,6 @@ def _run_trial(
         errors = [line for line in told_last if line.startswith("error: ")] or told_last or [""]
         raise TrialFailed(f"{folder}: failed: {errors[-1]} (see its log)")
     return job.best_value(ends[-1], "eval_")
-
-
-def _wait_for_rank(lock: Path) -> None:
-    """Wait until a run gives its lock back: the launcher of one rank ends before it has saved."""
-    if lock.exists():
-        with (
-            contextlib.suppress(OSError),
-            FileLock(lock, timeout=SAVE_SECONDS, fallback_to_soft=False),
-        ):
-            pass
 
 
 def _events(folder: Path, name: str) -> list[dict[str, Any]]:

@@ -131,8 +131,8 @@ def _describe(config: TrainConfig, label_names: list[str], events: list[dict[str
 
     settings = config.resolved(resume_from_checkpoint=None, allow_changed=(), profile=False)
     told = settings.model_dump(mode="json", exclude_defaults=True)
-    for key in ("max_seq_length", "model_name_or_path"):
-        told[key] = getattr(config, key)
+    for key in ("max_seq_length", "model_name_or_path", "output_dir"):
+        told[key] = str(getattr(config, key))
     if "html" in config.report_to:
         try:
             write_report([config.output_dir], config.output_dir)

@@ -140,10 +140,9 @@ def load_splits(config: TrainConfig, tokenizer: Any, model_labels: Sequence[str]
             len(validation), seen, len(names),
         )  # fmt: skip
     if len(validation) < FEW_ROWS:
-        logger.warning(
-            "%d validation rows are few: an accuracy of 0.5 on them is uncertain by %.2f",
-            len(validation), 0.98 / len(validation) ** 0.5,
-        )  # fmt: skip
+        spread = f": an accuracy of 0.5 on them is uncertain by {0.98 / len(validation) ** 0.5:.2f}"
+        is_share = config.problem_type == "single_label_classification"
+        logger.warning("%d validation rows are few%s", len(validation), spread * is_share)
     _warn_of_look_alikes(names)
     for name in [name for name in splits if name != "train"]:
         shared = count_shared_texts(train, splits[name])

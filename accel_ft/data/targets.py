@@ -67,8 +67,10 @@ def targets(store: TokenStore, names: list[str], config: DataConfig) -> NDArray[
     many = config.problem_type == "multi_label_classification"
     sets = [json.loads(label) if many else [label] for label in store.labels]
     id_of = {name: label_id for label_id, name in enumerate(names)}
+    if names == [f"LABEL_{label_id}" for label_id in range(len(names))]:  # a head without names
+        id_of |= {str(label_id): label_id for label_id in range(len(names))}
     faults = [
-        f"{place}: label {label!r} does not occur among the training rows.{nearest(label, id_of)}"
+        f"{place}: label {label!r} is none of these.{nearest(label, id_of)}"
         for labels, place in zip(sets, store.label_places, strict=True)
         for label in labels
         if label not in id_of

@@ -36,6 +36,7 @@ from accel_ft.model.optim import (
 )
 from accel_ft.runtime import fsdp
 from accel_ft.runtime.files import write_whole
+from accel_ft.runtime.hub import is_hub_id
 from accel_ft.runtime.launch import check_granted
 from accel_ft.runtime.logging import EventLog, read_events
 from accel_ft.runtime.receipt import write_receipt
@@ -366,7 +367,7 @@ def start_or_resume(run: Run) -> None:
         _check_space(run)
         _describe(run)
         transaction.remove(run.output_dir / "model")  # of an earlier end: what goes on has none yet
-        for name in ("predictions.npz", "mistakes.jsonl"):
+        for name in ("predictions.npz", "mistakes.jsonl", "report.html"):
             (run.output_dir / name).unlink(missing_ok=True)
         run.events.rewind(run.step, run.eval_is_due)
         if run.step > 0:
@@ -418,6 +419,7 @@ def checkpoint_bytes(
 
 def _describe(run: Run) -> None:
     """Write config.yaml and receipt.json."""
+    config = run.config
     splits = {"train": run.splits.train, "validation": run.splits.validation}
     if run.splits.test is not None:
         splits["test"] = run.splits.test
@@ -432,8 +434,13 @@ def _describe(run: Run) -> None:
         "num_samples": {name: len(split) for name, split in splits.items()},
         "sample_order_sha256": hashlib.sha256(order).hexdigest(),
         "tokenizer": tokenizer_fingerprint(run.tokenizer),
-        "pretrained": load.provenance(run.config.model_name_or_path),
+        "pretrained": load.provenance(config.model_name_or_path),
+        "hub_ids": [
+            name for name in (config.model_name_or_path, config.dataset_name) if is_hub_id(name)
+        ],
     }
     write_receipt(run.output_dir / "receipt.json", run.accelerator, about)
-    settings = run.config.resolved(resume_from_checkpoint=None, allow_changed=(), profile=False)
+    settings = config.resolved(
+        resume_from_checkpoint=None, allow_changed=(), profile=False, reproduce=None
+    )
     write_whole(run.output_dir / "config.yaml", settings.to_yaml())

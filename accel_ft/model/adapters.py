@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging
 
 from accel_ft.config import TrainConfig
 from accel_ft.errors import CheckpointError, ConfigError, require
@@ -123,7 +124,10 @@ def merged(model_config: Any, adapters: dict[str, Any], weights: dict[str, torch
             it.
     """
     folder = load.resolve(str(adapters["base_model_name_or_path"]), "base_model_name_or_path")
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # it would say that the head, which is put in below, is random
     base, drawn = load.load_for_training(folder, model_config, None)
+    logging.set_verbosity(verbosity)
     settings = {key: adapters[key] for key in READ_KEYS if key in adapters}
     model = _with_adapters(base, ADAPTER_CONFIG, **settings)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}

@@ -23,6 +23,11 @@ def differences(one: Record, other: Record) -> Iterator[Difference]:
         for key in sorted(a.keys() | b.keys()):
             if key.partition(".")[0] not in idle and not _same(a.get(key), b.get(key)):
                 yield f"{name} {key}", a.get(key), b.get(key)
+    # Of a run that was made longer, the first part had another schedule.
+    starts = [[s.get("num_steps") for s in record.receipt["starts"]] for record in (one, other)]
+    planned = [list(dict.fromkeys(each)) for each in starts]
+    if planned[0] != planned[1]:
+        yield "updates planned, over all starts", planned[0], planned[1]
     yield from curves(one, other)
 
 
@@ -86,9 +91,4 @@ def table(found: list[Difference]) -> str:
     """Return the differences as lines of text."""
     if not found:
         return "they do not differ"
-    return "\n".join(f"{what}: {_short(a)} | {_short(b)}" for what, a, b in found)
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return "\n".join(f"{what}: {a} | {b}" for what, a, b in found)

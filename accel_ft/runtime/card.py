@@ -34,11 +34,12 @@ def model_card(
         settings.get("hub_model_id")
         or Path(str(settings.get("output_dir", "model"))).absolute().name
     )
-    rows = settings.get("dataset_name") or settings.get("train_file") or "unknown"
+    own = settings.get(f"{split}_file") or settings.get("train_file")
+    rows = own or settings.get("dataset_name") or "unknown"
     results = [
         EvalResult(
             task_type="text-classification",
-            dataset_type=data or "custom",
+            dataset_type="custom" if own else data or "custom",
             dataset_name=Path(str(rows)).name,
             dataset_config=settings.get("dataset_config_name"),
             dataset_split=settings.get(f"{split}_split_name") or split,

@@ -29,12 +29,10 @@ def write_receipt(path: Path, accelerator: Accelerator, about_run: dict[str, Any
         accelerator: tells the strategy as it really is.
         about_run: fingerprints, hash of the sample order, position.
     """
-    try:
-        starts = (
-            json.loads(path.read_text(encoding="utf-8"))["starts"] if about_run["step"] > 0 else []
-        )
-    except (OSError, ValueError, KeyError):
-        starts = []
+    starts = []
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        if about_run["step"] > 0:
+            starts = json.loads(path.read_text(encoding="utf-8"))["starts"]
     strategy = {
         "distributed_type": accelerator.distributed_type.value,
         "num_processes": accelerator.num_processes,
@@ -53,7 +51,8 @@ def write_receipt(path: Path, accelerator: Accelerator, about_run: dict[str, Any
         "threads": torch.get_num_threads(),
     }
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    starts.append({"time": now, "step": about_run["step"]} | strategy | {"machine": machine})
+    begun = {"time": now, "step": about_run["step"], "num_steps": about_run["num_steps"]}
+    starts.append(begun | strategy | {"machine": machine})
     receipt = {
         "accel_ft": accel_ft.__version__,
         "git_commit": git_commit(),

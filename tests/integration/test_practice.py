@@ -1,5 +1,6 @@
 """What a user does around a run: changes in between, the Python API, fitting, hand-over."""
 
+import io
 import json
 import re
 import shutil
@@ -82,6 +83,11 @@ def test_a_model_that_left_its_run_is_measured_as_in_it(
         assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(
             test["test_loss"], rel=1e-7
         )
+    capsys.readouterr()
+    evaluate.main(["--checkpoint", ".", "--max_eval_samples", "5"])  # of whichever rows
+    assert json.loads(capsys.readouterr().out)["num_samples"] == 5
+    with pytest.raises(ConfigError, match="is no run's. Fix: --test_file"):
+        evaluate.main(["--checkpoint", str(out)])
     settings = Path("../config.yaml")
     settings.write_text(re.sub("test_file: .*", "test_file: rows/of.csv", settings.read_text()))
     with pytest.raises(ConfigError, match=r"test_file=rows/of.csv: .* from the run's config.yaml"):
@@ -211,9 +217,58 @@ def test_what_predict_is_given(
     predict.main([*command, str(rows)])
     assert json.loads(out.read_text())["line"] == 1
     assert out.stat().st_mode & 0o777 == 0o600
+    monkeypatch.setattr(
+        "sys.stdin",
+        io.TextIOWrapper(io.BufferedReader(io.BytesIO(b'[ {"text": "a"},\n{"text": "b"}]'))),
+    )
+    predict.main([*command, "-"])
+    assert len(out.read_text().splitlines()) == 2
+    with pytest.raises(ConfigError, match="standard input cannot be parquet"):
+        predict.main([*command, "-", "--input_format", "parquet"])
     rows.rename(tmp_path / "in.ndjson")
     with pytest.raises(ConfigError, match=r"in.ndjson: unknown format. Fix: --input_format"):
         predict.main([*command, str(tmp_path / "in.ndjson")])
+
+
+def test_a_head_without_names_is_measured_by_ids(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    from accel_ft import evaluate
+    from accel_ft.errors import DataError
+
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=2)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "plain")
+    model.save_pretrained(tmp_path / "plain")
+    rows = tmp_path / "rows.csv"
+    rows.write_text("text,label\ngoal,0\nbank,1\n")
+    command = ["--checkpoint", str(tmp_path / "plain"), "--test_file", str(rows)]
+    evaluate.main(command)
+    assert set(json.loads(capsys.readouterr().out)["per_class"]) == {"LABEL_0", "LABEL_1"}
+    rows.write_text("text,label\ngoal,0\nbank,2\n")
+    with pytest.raises(DataError, match="Allowed: LABEL_0, LABEL_1\n.*label '2' is none of these"):
+        evaluate.main(command)
+
+
+def test_a_card_of_a_model_from_a_folder_near_the_training(
+    words: list[str], tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name could be one of the Hub, seen from elsewhere."""
+    from accel_ft import export
+
+    monkeypatch.chdir(tiny_model.parent)
+    train.main(
+        [*words, "--lora_r", "2", "--model_name_or_path", tiny_model.name, "--max_steps", "1"]
+    )
+    checkpoint = tmp_path / "run/checkpoints/step_00000001"
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(
+            "accel_ft.model.load.resolve", lambda name, *_: str(tiny_model.parent / name)
+        )
+        elsewhere.chdir(tmp_path)
+        export.main(["--checkpoint", str(checkpoint), "--output", "out"])
+    assert "base_model:" not in (tmp_path / "out/README.md").read_text()
 
 
 def test_folders_that_are_nearly_checkpoints(words: list[str], tmp_path: Path) -> None:
@@ -242,6 +297,8 @@ def test_fit_and_load_classifier(tmp_path: Path, tiny_model: Path, rows_file: Pa
     found = load_classifier(model).predict(["goal striker league coach", "bank profit shares"])
     assert [each["label"] for each in found] == ["Sports", "Business"]
     assert load_classifier(model).predict([]) == []
+    with pytest.raises(ConfigError, match=r"resume_from_checkpoint: true given. Allowed: latest\|"):
+        fit(resume_from_checkpoint=True)
     with pytest.raises(
         ConfigError, match="learning_rat: unknown key. Did you mean `learning_rate`"
     ):

@@ -165,7 +165,12 @@ def test_calibration_and_intervals() -> None:
     low, high = spread["recall"]
     assert 0.82 < low < 0.87  # exact binomial: 0.824-0.951
     assert 0.93 < high < 0.97
-    assert intervals(100, 100, 110, 200)["recall"] == [1.0, 1.0]
+    low, high = intervals(10, 10, 10, 40)["recall"]  # by Jeffreys: 0.783-1.0
+    assert 0.75 < low < 0.82
+    assert high == 1.0
+    low, high = intervals(0, 10, 0, 40)["recall"]
+    assert low == 0.0
+    assert 0.18 < high < 0.25
 
 
 def test_a_run_is_reproduced(
@@ -193,6 +198,21 @@ def test_a_run_is_reproduced(
         )
     assert "setting learning_rate: 0.001 | 0.002" in str(caught.value)
     assert "update 2: loss" in str(caught.value) or "update 2: learning_rate" in str(caught.value)
+    third = tmp_path / "third"
+    train.main(["--config", str(third / "config.yaml"), "--output_dir", str(tmp_path / "fourth")])
+    (third / "report.html").write_text("ended at update 12")
+    more = ["--config", str(third / "config.yaml"), *LATEST, "--num_train_epochs", "3"]
+    train.main([*more, "--report_to", "none"])
+    assert not (third / "report.html").exists()
+    with pytest.raises(UserError, match=r"updates planned, over all starts: \[12, 18\] \| \[18\]"):
+        train.main(["--reproduce", str(third)])
+
+
+def test_differences_are_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    from accel_ft.reporting.compare import table
+
+    folder = "a_rather_long_folder_of_a_cluster/" * 3
+    assert table([("setting", folder + "a", folder + "b")]).endswith("a | " + folder + "b")
 
 
 def test_the_doctor_examines_what_is_to_be_reproduced(

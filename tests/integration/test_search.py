@@ -180,6 +180,26 @@ def test_a_search_of_another_job(search_of_stand_ins, tmp_path: Path) -> None:
         search_of_stand_ins(space, "--num_trials", "2")
 
 
+def test_the_best_job_is_the_one_that_ran(search_of_stand_ins, tmp_path: Path) -> None:
+    """A key that went from the job into the space; a job file that is edited meanwhile."""
+    job, folder = tmp_path / "job.yaml", tmp_path / "search?a=1"
+    words = ["--output_dir", str(folder), "--num_trials"]
+    job.write_text("seed: 1\nweight_decay: 0.3\n")
+    with pytest.raises(Exception, match="unable to open|does not exist"):  # the fixture's own study
+        search_of_stand_ins("learning_rate: {low: 0.8, high: 0.9}\n", *words, "1")
+    job.write_text("seed: 1\n")
+    timer = Timer(1.0, job.write_text, ("seed: 2\n",))
+    timer.start()
+    space = "learning_rate: {low: 0.1, high: 0.2}\nweight_decay: {low: 0.1, high: 0.2}\n"
+    with pytest.raises(Exception, match="unable to open|does not exist"):
+        search_of_stand_ins(space, *words, "2")
+    timer.join()
+    best = read_settings(folder / "best.yaml")
+    assert best["learning_rate"] >= 0.8
+    assert (best["weight_decay"], best["seed"]) == (0.3, 1)
+    assert {read_settings(each)["seed"] for each in folder.glob("trial_*/job.yaml")} == {1}
+
+
 def test_trials_at_the_same_time(search_of_stand_ins) -> None:
     words = ["--num_trials", "2", "--parallel_trials", "2"]
     study = search_of_stand_ins("learning_rate: {low: 0.1, high: 0.4}\n", *words)

@@ -286,19 +286,31 @@ def test_a_card_names_the_hub_only_for_what_is_there(
     assert "split: validation_matched" in card
     assert "on the validation rows" in card
     assert 'model=".", truncation=True)' in card
+    mine = hub | {"test_file": "my/rows.csv"}  # measured on rows that are not the data set's
+    card = model_card(["no", "yes"], mine, {"accuracy": 0.5}, "test")
+    assert "type: custom" in card
+    assert "name: rows.csv" in card
     card = model_card(["no", "yes"], {"max_seq_length": 96})
     assert 'model=".", truncation=True, max_length=96)' in card
 
 
-def test_the_card_of_the_job_with_no_key_set(tmp_path: Path) -> None:
+def test_the_card_of_the_job_with_no_key_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from accel_ft.config import TrainConfig
     from accel_ft.train import _describe
 
     (tmp_path / "model").mkdir()
-    _describe(TrainConfig(output_dir=tmp_path, report_to=()), ["no", "yes"], [])
+    scores = [{"event": "test", "test_accuracy": 0.5}]
+    config = TrainConfig(report_to=())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/ag_news").symlink_to(tmp_path)
+    _describe(config, ["no", "yes"], scores)
     card = (tmp_path / "model/README.md").read_text()
     assert "base_model: distilbert/distilbert-base-uncased" in card
     assert "- fancyzhx/ag_news" in card
+    assert "type: fancyzhx/ag_news" in card
 
 
 def test_a_refusal_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
