@@ -71,25 +71,30 @@ class Source:
         """
         faults: list[str] = []
         columns_checked = False
-        for place, record in _until_unreadable(self.records(), faults):
-            if len(faults) == MAX_FAULTS_READ:
-                break
-            if isinstance(record, str):
-                faults.append(f"{place}: {record}")
-                continue
-            if not columns_checked:
-                check_columns(self.name, record, config)
-                columns_checked = True
-            cell = record.get(config.label_column)
-            label = canonical(cell, config, self.label_names)
-            text, fault = read_text(record, config.text_column, config.text_pair_column)
-            if fault is None and label is None:
-                meant = MEANT[config.problem_type]
-                fault = f"{config.label_column} is {_show(cell)}, not {meant}"
-            if fault is None:
-                yield place, text, str(label)
-            else:
-                faults.append(f"{place}: {fault}")
+        try:
+            for place, record in self.records():
+                if len(faults) == MAX_FAULTS_READ:
+                    break
+                if isinstance(record, str):
+                    faults.append(f"{place}: {record}")
+                    continue
+                if not columns_checked:
+                    check_columns(self.name, record, config)
+                    columns_checked = True
+                cell = record.get(config.label_column)
+                label = canonical(cell, config, self.label_names)
+                text, fault = read_text(record, config.text_column, config.text_pair_column)
+                if fault is None and label is None:
+                    meant = MEANT[config.problem_type]
+                    fault = f"{config.label_column} is {_show(cell)}, not {meant}"
+                if fault is None:
+                    yield place, text, str(label)
+                else:
+                    faults.append(f"{place}: {fault}")
+        except DataError as error:  # where reading ends: one more of the faults before it
+            if not faults:
+                raise
+            faults.append(str(error))
         if faults:
             count, shown = len(faults), faults[:MAX_FAULTS_SHOWN]
             if count > len(shown):
@@ -105,16 +110,6 @@ class Source:
         """Return the texts of some rows by their number, 0 for the first."""
         rows = islice(self.rows(config), max(wanted, default=-1) + 1)
         return {number: text for number, (_, text, _) in enumerate(rows) if number in wanted}
-
-
-def _until_unreadable(records: Iterator[Record], faults: list[str]) -> Iterator[Record]:
-    """Yield records up to one where reading ends; the end is one more of the faults before it."""
-    try:
-        yield from records
-    except DataError as error:
-        if not faults:
-            raise
-        faults.append(str(error))
 
 
 def file_source(path: Path) -> Source:
@@ -139,17 +134,18 @@ def read_records(path: str, file_format: str) -> Iterator[Record]:
     if file_format == "parquet":
         yield from _read_parquet(path)
         return
+    name = "standard input" if path == "-" else path
     with sys.stdin.buffer if path == "-" else open(path, "rb") as file:
-        name = "standard input" if path == "-" else path
+        lines = _text_lines(file, name)
         if file_format in ("csv", "tsv"):
-            yield from _read_delimited(file, name, "," if file_format == "csv" else "\t")
+            yield from _read_delimited(lines, name, "," if file_format == "csv" else "\t")
         elif file_format == "json":
-            yield from _read_json(file, name)
-        elif file_format == "jsonl":
-            yield from _read_jsonl(file, name)
-        else:
-            for number, line in _text_lines(file, name):
+            yield from _read_json("".join(line for _, line in lines), name)
+        for number, line in lines:  # of lines and jsonl; the others have read them
+            if file_format == "lines":
                 yield f"line {number}", {"text": line.rstrip("\r\n")}
+            elif line.strip():
+                yield f"line {number}", _json_row(line)
 
 
 def _text_lines(file: IO[bytes], name: str) -> Iterator[tuple[int, str]]:
@@ -171,11 +167,11 @@ def _text_lines(file: IO[bytes], name: str) -> Iterator[tuple[int, str]]:
         yield number, line
 
 
-def _read_delimited(file: IO[bytes], name: str, delimiter: str) -> Iterator[Record]:
+def _read_delimited(
+    numbered: Iterator[tuple[int, str]], name: str, delimiter: str
+) -> Iterator[Record]:
     csv.field_size_limit(2**31 - 1)  # its default of 128 KiB refuses long texts
-    reader = csv.reader(
-        (line for _, line in _text_lines(file, name)), delimiter=delimiter, strict=True
-    )
+    reader = csv.reader((line for _, line in numbered), delimiter=delimiter, strict=True)
     header: list[str] | None = None
     while True:
         first = reader.line_num + 1
@@ -215,20 +211,14 @@ def _refuse_twice(name: str, columns: list[str]) -> None:
         raise DataError(f"{name}: column {twice[0]!r} occurs twice")
 
 
-def _read_jsonl(file: IO[bytes], name: str) -> Iterator[Record]:
-    for number, line in _text_lines(file, name):
-        if line.strip() == "":
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            yield f"line {number}", f"is not JSON ({error})"
-            continue
-        yield f"line {number}", _row(record)
+def _json_row(line: str) -> dict[str, Any] | str:
+    try:
+        return _row(json.loads(line))
+    except (ValueError, RecursionError) as error:
+        return f"is not JSON ({error})"
 
 
-def _read_json(file: IO[bytes], name: str) -> Iterator[Record]:
-    text = "".join(line for _, line in _text_lines(file, name))
+def _read_json(text: str, name: str) -> Iterator[Record]:
     if text.strip() == "":
         raise DataError(f"{name}: is empty")
     try:
@@ -364,9 +354,9 @@ def check_first_rows(config: DataConfig) -> None:
         DataError: naming what is missing, of all files.
     """
     faults = []
-    for path in (config.train_file, config.validation_file, config.test_file):
-        suffix = "" if path is None else path.suffix.lower().removeprefix(".")
-        if suffix in ("", "json"):  # a json file has no first row before all of it is read
+    for path in filter(None, (config.train_file, config.validation_file, config.test_file)):
+        suffix = path.suffix.lower().removeprefix(".")
+        if suffix == "json":  # it has no first row before all of it is read
             continue
         try:
             first = next(read_records(str(path), suffix), ("", ""))[1]

@@ -10,7 +10,6 @@ A store holds, for n rows and N tokens in all:
     meta.json    labels as written, in order of first occurrence, with the place of that; counts
 """
 
-import array
 import contextlib
 import hashlib
 import json
@@ -18,7 +17,6 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -168,57 +166,55 @@ def _write_store(folder: Path, source: Source, config: DataConfig, tokenizer: An
     rows, max_seq_length = source.rows(config), config.max_seq_length
     codes: dict[str, int] = {}
     places: list[str] = []
-    num_rows = num_tokens = num_empty = num_cut = num_typed = 0
-    with (
-        (folder / "tokens.bin").open("wb") as tokens,
-        (folder / "offsets.bin").open("wb") as offsets,
-        (folder / "types.bin").open("wb") as types,
-        (folder / "labels.bin").open("wb") as labels,
-        (folder / "texts.bin").open("wb") as hashes,
-    ):
-        offsets.write(array.array("q", [0]).tobytes())
+    meta = dict.fromkeys(("num_rows", "num_tokens", "num_empty_texts", "num_cut_texts"), 0)
+    has_types = False
+    with contextlib.ExitStack() as files:
+        tokens, offsets, types, labels, hashes = (
+            files.enter_context((folder / f"{name}.bin").open("wb"))
+            for name in ("tokens", "offsets", "types", "labels", "texts")
+        )
+        np.zeros(1, np.int64).tofile(offsets)
         while chunk := list(islice(rows, ROWS_AT_ONCE)):
             encoded = _encode(tokenizer, [text for _, text, _ in chunk], max_seq_length)
-            num_cut += _count_cut(encoded, max_seq_length)
-            for (place, text, label), ids in zip(chunk, _arrays(encoded, tokenizer), strict=True):
+            arrays = [np.atleast_2d(ids) for ids in _arrays(encoded, tokenizer)]
+            flat = np.concatenate(arrays, axis=1)
+            flat[0].tofile(tokens)
+            if len(flat) > 1:
+                flat[1].astype(np.int8).tofile(types)
+                has_types = True
+            ends = meta["num_tokens"] + np.cumsum([ids.shape[1] for ids in arrays])
+            ends.astype(np.int64).tofile(offsets)
+            for place, text, label in chunk:
                 parts = (text,) if isinstance(text, str) else text
                 if label not in codes:
                     codes[label] = len(codes)
                     places.append(place)
-                num_rows, num_tokens, num_empty = (
-                    num_rows + 1,
-                    num_tokens + ids.shape[-1],
-                    num_empty + any(not part.strip() for part in parts),
-                )
-                if ids.ndim == 2:
-                    types.write(ids[1].astype(np.int8).tobytes())
-                    num_typed += 1
-                tokens.write(np.atleast_2d(ids)[0].tobytes())
-                offsets.write(num_tokens.to_bytes(8, "little"))
-                labels.write(codes[label].to_bytes(4, "little"))
+                meta["num_empty_texts"] += not all(part.strip() for part in parts)
                 hashes.write(hashlib.blake2b("\0".join(parts).encode(), digest_size=8).digest())
-    meta = {
-        "labels": list(codes),
-        "label_places": places,
-        "num_rows": num_rows,
-        "num_tokens": num_tokens,
-        "label_names": source.label_names,
-        "has_types": num_typed > 0,
-        "num_empty_texts": num_empty,
-        "num_cut_texts": num_cut,
-    }
-    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+            np.array([codes[label] for _, _, label in chunk], np.int32).tofile(labels)
+            meta["num_rows"] += len(chunk)
+            meta["num_tokens"] = int(ends[-1])
+            meta["num_cut_texts"] += _count_cut(encoded, max_seq_length)
+    about = meta | {"labels": list(codes), "label_places": places, "has_types": has_types}
+    about["label_names"] = source.label_names
+    (folder / "meta.json").write_text(json.dumps(about), encoding="utf-8")
 
 
 def token_ids(tokenizer: Any, texts: list[Text], max_seq_length: int) -> list[NDArray[np.int32]]:
     """Tokenise texts, or pairs of texts, cut at `max_seq_length` tokens, special tokens included.
 
-    A text without any token, under a tokenizer without special tokens, becomes one pad token.
-
     Returns:
         int32 [T] each; of pairs, where the model wants token types, [2, T]: ids and types.
     """
-    return list(_arrays(_encode(tokenizer, texts, max_seq_length), tokenizer))
+    return _arrays(_encode(tokenizer, texts, max_seq_length), tokenizer)
+
+
+def _arrays(encoded: Any, tokenizer: Any) -> list[NDArray[np.int32]]:
+    rows = encoded["input_ids"]
+    if "token_type_ids" in encoded:
+        rows = zip(rows, encoded["token_type_ids"], strict=True)
+    # A text without any token, under a tokenizer without special ones, becomes one pad token.
+    return [np.array(ids or [tokenizer.pad_token_id], np.int32) for ids in rows]
 
 
 def _encode(tokenizer: Any, texts: list[Text], max_seq_length: int) -> Any:
@@ -240,14 +236,6 @@ def _encode(tokenizer: Any, texts: list[Text], max_seq_length: int) -> Any:
     )
 
 
-def _arrays(encoded: Any, tokenizer: Any) -> Iterator[NDArray[np.int32]]:
-    for number, ids in enumerate(encoded["input_ids"]):
-        if "token_type_ids" in encoded:
-            yield np.array([ids, encoded["token_type_ids"][number]], np.int32)
-        else:
-            yield np.array(ids or [tokenizer.pad_token_id], np.int32)
-
-
 def _count_cut(encoded: Any, max_seq_length: int) -> int:
     """Number of texts that lost their end; of a slow tokenizer, those that reach the limit."""
     if encoded.encodings is not None:
@@ -257,11 +245,7 @@ def _count_cut(encoded: Any, max_seq_length: int) -> int:
 
 def _map(path: Path, dtype: type, length: int) -> NDArray[Any]:
     """Map a flat array; its size is checked: a cut-off file must not pass for a whole one."""
-    if path.stat().st_size != length * np.dtype(dtype).itemsize:
-        raise ValueError(
-            f"{path.name} has {path.stat().st_size} bytes, not {length} x "
-            f"{np.dtype(dtype).itemsize}"
-        )
-    if length == 0:
-        return np.zeros(0, dtype)  # no file of that size can be mapped
-    return np.memmap(path, dtype, mode="r", shape=(length,))
+    mapped = np.memmap(path, dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
+    if len(mapped) != length:
+        raise ValueError(f"{path.name} has {len(mapped)} values, not {length}")
+    return mapped

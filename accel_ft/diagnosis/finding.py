@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from typing import Any
 
 from torch import distributed as dist
@@ -61,25 +62,17 @@ def num_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-_host_groups: dict[str, Any] = {}
-
-
-def _host_group() -> Any:
+@cache
+def _host_group(world: Any) -> Any:
     """A gloo group of all ranks: objects travel on the host, whatever device a rank has set."""
-    world = dist.group.WORLD
-    if dist.get_backend() == "gloo":
-        return world
-    if _host_groups.get("world") is not world:
-        _host_groups.update(world=world, gloo=new_host_group())
-    return _host_groups["gloo"]
+    return world if dist.get_backend(world) == "gloo" else new_host_group()
 
 
 def gather(value: Any) -> list[Any]:
     """Return every rank's value, in order; a list of one where there is no group. Collective."""
-    if num_ranks() == 1:
-        return [value]
-    values: list[Any] = [None] * num_ranks()
-    dist.all_gather_object(values, value, group=_host_group())
+    values: list[Any] = [value] * num_ranks()
+    if len(values) > 1:
+        dist.all_gather_object(values, value, group=_host_group(dist.group.WORLD))
     return values
 
 

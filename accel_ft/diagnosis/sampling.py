@@ -118,25 +118,15 @@ def evaluation_sampling(
     counted = sum(len(rank.names) for rank in ranks)
     if finding.verdict is not Verdict.PASS or counted == num_samples:
         return finding
+    about = f"{counted} predictions are counted of {num_samples} rows ({finding.measured})"
     if counted < num_samples:
-        return failed(
-            EVALUATION,
-            f"{num_samples - counted} rows are not evaluated ({finding.measured})",
-            "drop_last=False",
-        )
-    twice = (
-        f"{counted} predictions are counted of {num_samples} rows: what makes the ranks even "
-        f"counts twice ({finding.measured})"
-    )
+        return failed(EVALUATION, about, "drop_last=False")
     if hasattr(loader, "gradient_state"):  # accelerate's
-        return warned(
-            EVALUATION, twice, "accelerator.gather_for_metrics(...) drops them, inside the loop "
-            "and with batches of one size; else count each row's number once",
-        )  # fmt: skip
-    return failed(
-        EVALUATION, twice, "give each row its number, gather (number, prediction), and count each "
-        "number once",
-    )  # fmt: skip
+        mend = "accelerator.gather_for_metrics(...) drops those that make the ranks even, inside "
+        mend += "the loop and with batches of one size; else count each row's number once"
+        return warned(EVALUATION, about, mend)
+    mend = "give each row its number, gather (number, prediction), and count each number once"
+    return failed(EVALUATION, about, mend)
 
 
 def _coverage(  # noqa: PLR0911

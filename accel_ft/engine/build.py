@@ -274,24 +274,19 @@ def _resolve_batch(
     config: TrainConfig, num_processes: int, num_rows: int
 ) -> tuple[TrainConfig, int]:
     """Settle global batch size and accumulation steps; each follows from the other."""
-    assert config.per_device_train_batch_size != "auto"
-    one_pass = config.per_device_train_batch_size * num_processes
-    if config.gradient_accumulation_steps is not None:
-        size, steps = (
-            one_pass * config.gradient_accumulation_steps,
-            config.gradient_accumulation_steps,
-        )
-    else:
-        size = config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
-        steps = math.ceil(min(size, num_rows) / one_pass)
-        usual = TrainConfig.model_fields["per_device_train_batch_size"].default
-        wanted, needed = config.per_device_train_batch_size, math.ceil(size / num_processes)
-        if wanted > needed and wanted != usual:
-            logger.warning(
-                "per_device_train_batch_size=%d: an update of global_batch_size=%d samples takes "
-                "%d on each rank. To fill them, another job: --global_batch_size %d",
-                wanted, size, needed, one_pass,
-            )  # fmt: skip
+    at_once, steps = config.per_device_train_batch_size, config.gradient_accumulation_steps
+    assert at_once != "auto"
+    one_pass = at_once * num_processes
+    size = one_pass * steps if steps else config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
+    steps = steps or math.ceil(min(size, num_rows) / one_pass)
+    needed = math.ceil(size / num_processes)
+    usual = TrainConfig.model_fields["per_device_train_batch_size"].default
+    if at_once > needed and at_once != usual:
+        logger.warning(
+            "per_device_train_batch_size=%d: an update of global_batch_size=%d samples takes %d on "
+            "each rank. To fill them, another job: --global_batch_size %d",
+            at_once, size, needed, one_pass,
+        )  # fmt: skip
     if size < num_processes:
         raise ConfigError(
             f"global_batch_size={size}: {num_processes} processes need {num_processes} or more"

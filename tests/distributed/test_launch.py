@@ -104,7 +104,7 @@ def test_a_fault_on_two_ranks_is_one_message(words: list[str], tmp_path: Path) -
     command = ["-m", "accel_ft.train", *words, "--validation_file", str(rows)]
     message = launch("cpu_ddp.yaml", *command, check=False, seconds=120).stderr
     assert len([line for line in message.splitlines() if line.startswith("error: ")]) == 1
-    assert "line 2: label 'Sport' does not occur" in message
+    assert "line 2: label 'Sport' is none of these" in message
     assert "[rank1]" not in message
 
 

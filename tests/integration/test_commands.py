@@ -76,7 +76,7 @@ FAULTS = {
     "wrong type": (["--seed", "x"], None, "seed=x: Input should be a valid integer"),
     "missing file": (["--train_file", "no.csv"], None, "train_file=no.csv: there is no such file."),
     "missing column": (["--text_column", "body"], None, "text_column=body: no such column in "),
-    "unknown label": ([], "text,label\na goal,Sport\n", "line 2: label 'Sport' does not occur"),
+    "unknown label": ([], "text,label\na goal,Sport\n", "line 2: label 'Sport' is none of these"),
     "empty file": ([], "", "is empty"),
     "no rows": ([], "text,label\n", "has no rows"),
     "missing model": (

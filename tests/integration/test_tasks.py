@@ -250,7 +250,7 @@ def test_a_label_that_training_does_not_know(tmp_path: Path, tiny_model: Path) -
         train.main(words)
     (tmp_path / "bad.jsonl").write_text('{"text": "a", "label": ["World", "Sport"]}\n')
     with pytest.raises(
-        DataError, match="line 1: label 'Sport' does not occur.*Did you mean `Sports`"
+        DataError, match="line 1: label 'Sport' is none of these.*Did you mean `Sports`"
     ):
         train.main(words)
 

@@ -211,7 +211,7 @@ def test_unknown_label_is_named_with_its_line(tmp_path: Path, rows_file: Path, t
     path.write_text("text,label\na,World\nb,Sport\n")
     words = "--train_file", str(rows_file), "--validation_file", str(path)
     with pytest.raises(
-        DataError, match="line 3: label 'Sport' does not occur.* Did you mean `Sports`"
+        DataError, match="line 3: label 'Sport' is none of these.* Did you mean `Sports`"
     ):
         splits_of(tokenizer, *words)
 
@@ -228,7 +228,7 @@ def test_integer_labels_are_not_guessed(tmp_path: Path, tokenizer) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("text,label\na,1\nb,0\n")
     config = parse(TrainConfig, ["--train_file", str(path), "--test_file", str(path)], "train")
-    with pytest.raises(DataError, match="label '1' does not occur"):
+    with pytest.raises(DataError, match="label '1' is none of these"):
         load_eval_split(config, tokenizer, ["no", "yes"], None)
     name, split, _ = load_eval_split(config, tokenizer, ["0", "1"], None)
     assert (name, split.labels(np.arange(2)).tolist()) == ("test", [1, 0])
