@@ -82,6 +82,7 @@ def fit(config: TrainConfig) -> None:
                 with dropout.on_cpu(accelerator.device):
                     train(run)
             except Preempted:
+                run.close()
                 run.trackers.finish()
                 watch.wait()  # where a rank ends, the launcher signals the others anew
                 raise

@@ -52,7 +52,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny_model"))
 
 
-def make_tiny_model(folder: Path, max_positions: int = 64) -> Path:
+def make_tiny_model(folder: Path, max_positions: int = 64, hidden_size: int = 32) -> Path:
     """Write the tiny model."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
@@ -86,7 +86,7 @@ def make_tiny_model(folder: Path, max_positions: int = 64) -> Path:
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=len(words),
-        hidden_size=32,
+        hidden_size=hidden_size,
         num_hidden_layers=2,
         num_attention_heads=2,
         intermediate_size=64,

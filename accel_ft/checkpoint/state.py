@@ -19,12 +19,13 @@ from accelerate.utils import set_seed
 from torch.distributed.checkpoint.api import CheckpointException
 
 from accel_ft.checkpoint import convert, transaction, trust
-from accel_ft.errors import CheckpointError, first_line
+from accel_ft.errors import CheckpointError
 from accel_ft.runtime.watch import Watch
 
 logger = logging.getLogger(__name__)
 
 TRAINER_STATE = "trainer_state.json"
+CHARACTERS_TOLD = 500  # of a message of a library
 RUN_STATE = (  # a run's own, by name
     "step", "loss_weight", "best", "num_worse", "eval_is_due", "num_nonfinite", "newest_nonfinite",
 )  # fmt: skip
@@ -77,7 +78,7 @@ def together(watch: Watch, final: Path) -> Iterator[None]:
         yield
     except (Exception, CheckpointException) as error:  # each library wraps the system's error
         fault = error
-    told = watch.tell(None if fault is None else _first_line(fault))
+    told = watch.tell(None if fault is None else _told(fault))
     if any(told):
         for folder in (transaction.staging_folder(final), transaction.sealed_folder(final)):
             shutil.rmtree(folder, ignore_errors=True)
@@ -197,7 +198,7 @@ def load(
     try:
         convert.load_any(accelerator, folder)
     except (Exception, CheckpointException) as error:  # a foreign file fails in any way
-        raise CheckpointError(f"{folder}: cannot be loaded: {_first_line(error)}") from error
+        raise CheckpointError(f"{folder}: cannot be loaded: {_told(error)}") from error
     accelerator.step = 0  # counts micro steps; a checkpoint stands between two updates
     saved = (trainer_state["num_processes"], trainer_state["device"])
     here = (accelerator.num_processes, accelerator.device.type)
@@ -221,7 +222,7 @@ def read_weights(folder: Path) -> dict[str, Any]:
     try:
         return convert.read_weights(folder)
     except (Exception, CheckpointException) as error:
-        raise CheckpointError(f"{folder}: cannot be loaded: {_first_line(error)}") from error
+        raise CheckpointError(f"{folder}: cannot be loaded: {_told(error)}") from error
 
 
 def check_same_run(
@@ -255,7 +256,9 @@ def _can_differ(key: str, saved: Any, wanted: Any) -> bool:
     return key != "labels" or len(saved or ()) == len(wanted)
 
 
-def _first_line(error: BaseException) -> str:
+def _told(error: BaseException) -> str:
+    """What an error says, in one line; torch names what does not fit after the first one."""
     if isinstance(error, CheckpointException):  # torch's own, with the ranks' errors in it
         error = next(iter(error.failures.values()))[0]
-    return first_line(error)
+    words = " ".join(str(error).split()) or repr(error)
+    return words if len(words) <= CHARACTERS_TOLD else f"{words[:CHARACTERS_TOLD]} ..."

@@ -33,7 +33,6 @@ MANIFEST = "manifest.json"
 STAGING_PREFIX = ".staging-"
 SEALED_PREFIX = ".sealed-"
 ASIDE_PREFIX = "damaged-"
-NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 def checkpoint_folder(root: Path, step: int) -> Path:
@@ -131,14 +130,22 @@ def verify(folder: Path) -> None:
     try:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
         entries = dict(json.loads(text)["files"])
-    except (*NOT_THERE, ValueError, KeyError, TypeError) as error:
+    except PermissionError:  # the user's to mend; nothing is damaged
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder}: no readable {MANIFEST} ({error})") from error
     found = {path.relative_to(folder).as_posix() for path in _files(folder)} - {MANIFEST}
     faults = [f"{name} is missing" for name in sorted(entries.keys() - found)]
     faults += [f"{name} is of unknown origin" for name in sorted(found - entries.keys())]
     faults += [f"{MANIFEST} is damaged"] * (text != _manifest(entries))
     for name in sorted(found & entries.keys()):
-        entry, wanted = _entry(folder / name), entries[name]
+        try:
+            entry, wanted = _entry(folder / name), entries[name]
+        except PermissionError:
+            raise
+        except OSError as error:
+            faults.append(f"{name} cannot be read ({error.strerror})")
+            continue
         if entry != wanted:
             size = isinstance(wanted, dict) and wanted.get("bytes") == entry["bytes"]
             faults.append(f"{name} is damaged ({'SHA-256' if size else 'size'} differs)")

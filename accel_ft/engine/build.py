@@ -24,10 +24,10 @@ from accel_ft.engine.evaluation import make_eval_loader
 from accel_ft.engine.fitting import largest_micro_batch
 from accel_ft.engine.run import Run
 from accel_ft.engine.step import forward
-from accel_ft.errors import CheckpointError, ConfigError, DataError, nearest
+from accel_ft.errors import CheckpointError, ConfigError, DataError, LaunchError, nearest
 from accel_ft.model import load
 from accel_ft.model.adapters import choose_trained
-from accel_ft.model.embedding import make_sparse
+from accel_ft.model.embedding import make_sparse, tied_modules
 from accel_ft.model.optim import (
     allocate_state,
     make_optimizer,
@@ -208,6 +208,12 @@ def _build_model(
     compiled = accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
     if is_fsdp and not accelerator.is_fsdp2 and config.lora_r is not None:
         raise ConfigError(f"lora_r={config.lora_r}: FSDP1 cannot save adapters alone. Fix: FSDP2")
+    tied = tied_modules(model)
+    if is_fsdp and accelerator.is_fsdp2 and tied:
+        raise LaunchError(
+            f"FSDP2: accelerate cannot shard {type(model).__name__}, whose word embedding is in "
+            f"several places: {', '.join(tied)}. Fix: DDP"
+        )
     fsdp.configure(accelerator, model)
     if accelerator.device.type == "cpu" and not (is_fsdp or compiled):
         is_sent = accelerator.distributed_type != DistributedType.NO

@@ -197,7 +197,8 @@ class Run:
         self.saved_step = self.step
         self.passed_over |= set(saved["passed_over"])
         if self.best is not None:
-            is_gone = self._protected_step is not None and not self._best_folder().is_dir()
+            is_here = self.best["step"] == self.step or self._best_folder().is_dir()
+            is_gone = self._protected_step is not None and not is_here
             what = "whose checkpoint is gone" if is_gone else ""
             rows = self.splits.validation.fingerprint()
             if saved.get("validation_data", rows) != rows:

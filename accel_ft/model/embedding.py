@@ -19,6 +19,16 @@ def word_embedding(model: Any) -> Any:
     return None
 
 
+def tied_modules(model: nn.Module) -> list[str]:
+    """Return the names of the modules that hold the word embedding's weight, where it is not its
+    own alone: BART's and T5's.
+    """
+    weight = getattr(word_embedding(model), "weight", None)
+    named = [(name, getattr(module, "weight", None)) for name, module in model.named_modules()]
+    holders = [name for name, held in named if held is not None and held is weight]
+    return holders if len(holders) > 1 else []
+
+
 def make_sparse(model: nn.Module) -> None:
     """Let a model's word embedding give a sparse gradient. To be called before DDP wraps it.
 
@@ -28,11 +38,9 @@ def make_sparse(model: nn.Module) -> None:
     embedding = word_embedding(model)
     if getattr(type(embedding), "forward", None) is not nn.Embedding.forward:
         return
-    weight = embedding.weight
-    owners = [module for module in model.modules() if getattr(module, "weight", None) is weight]
-    if weight.requires_grad and len(owners) == 1:
+    if embedding.weight.requires_grad and not tied_modules(model):
         embedding.sparse = True
-        embedding.whole_gradient = torch.zeros_like(weight)
+        embedding.whole_gradient = torch.zeros_like(embedding.weight)
 
 
 def fill_gradient(model: nn.Module) -> None:

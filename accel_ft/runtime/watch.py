@@ -8,6 +8,7 @@ A thread does it all, so that it also works while the main thread waits for anot
 runs a signal handler only between two bytecodes.
 """
 
+import _thread
 import contextlib
 import faulthandler
 import json
@@ -81,7 +82,7 @@ class Watch:
         self.stop_signal = 0
         """Number of the signal that asked this rank to stop, 0 for none."""
         self._stopped_at = 0.0
-        self._can_save = self._interrupted = False
+        self._can_save = self._interrupted = self._gives_up = False
         self._beat: dict[str, Any] = {"rank": rank, "host": _host(), "pid": os.getpid()}
         self._beat |= {"born": psutil.Process().create_time(), "stage": "start", "count": 0}
         self._beat["exit_code"] = EXIT_FAILED
@@ -196,9 +197,8 @@ class Watch:
             raise RankError(lost) from error
         if self._interrupted:
             stage = self._beat["stage"]
-            raise Preempted(
-                f"SIGINT at stage {stage}: stopped, there was nothing to save yet"
-            ) from error
+            why = "without saving" if self._gives_up else "there was nothing to save yet"
+            raise Preempted(f"SIGINT at stage {stage}: stopped, {why}") from error
 
     def _run(self) -> None:
         beats = 0.0
@@ -237,8 +237,12 @@ class Watch:
                     reason or name,
                 )
         elif now - self._stopped_at > SAME_SIGNAL_SECONDS:
-            self._say(f"{name} again: stopped at once, without saving")
-            os._exit(128 + number)
+            if number == signal.SIGINT and self.num_ranks == 1 and hasattr(sys, "ps1"):
+                if not self._gives_up:  # a notebook, or a prompt: only the run ends
+                    self._gives_up = True
+                    _thread.interrupt_main()
+                return
+            self._leave(f"{name} again: stopped at once, without saving", 128 + number)
 
     def _leaves_to_python(self, number: int) -> bool:
         """Whether Ctrl-C has nothing to save: one process alone, maybe a notebook, outlives it."""
@@ -246,7 +250,7 @@ class Watch:
 
     def _interrupt(self, number: int, _: Any) -> None:
         """The handler, in the main thread; all else is done in the watching one."""
-        if self._leaves_to_python(number):
+        if self._gives_up or self._leaves_to_python(number):
             self._interrupted = True
             raise KeyboardInterrupt  # which no `except Exception` on the way takes for its own
 
@@ -254,8 +258,7 @@ class Watch:
         name = signal.Signals(self.stop_signal).name
         self._failed, self._beat["exit_code"] = f"{name}, nothing to save yet", EXIT_PREEMPTED
         self._write_beat()
-        self._say(f"{name} at stage {self._beat['stage']}: nothing to save yet")
-        os._exit(EXIT_PREEMPTED)
+        self._leave(f"{name} at stage {self._beat['stage']}: nothing to save yet", EXIT_PREEMPTED)
 
     def _watch_others(self) -> None:
         lost = self._find_lost(self.limit) if self.num_ranks > 1 else None
@@ -270,8 +273,11 @@ class Watch:
         """End this process, whose main thread may wait for a rank that will not come."""
         rank, words, exit_code = lost
         faulthandler.dump_traceback(self._log)
-        leave_last_words(f"error: {words}")
-        self._say(f"error: {words}", aloud=self.rank == (1 if rank == 0 else 0))
+        self._leave(f"error: {words}", exit_code, aloud=self.rank == (1 if rank == 0 else 0))
+
+    def _leave(self, words: str, exit_code: int, aloud: bool = True) -> None:
+        leave_last_words(words)
+        self._say(words, aloud)
         os._exit(exit_code)
 
     def _say(self, message: str, aloud: bool = True) -> None:
@@ -363,7 +369,8 @@ class Watch:
         try:
             process = psutil.Process(beat["pid"])
             status = process.status()
-            another = abs(process.create_time() - beat["born"]) > SAME_BIRTH_SECONDS
+            shift = psutil.Process().create_time() - self._beat["born"]  # the clock was set
+            another = abs(process.create_time() - shift - beat["born"]) > SAME_BIRTH_SECONDS
         except psutil.NoSuchProcess:
             return "died"
         if another or status == psutil.STATUS_ZOMBIE:

@@ -108,6 +108,25 @@ def test_a_fault_on_two_ranks_is_one_message(words: list[str], tmp_path: Path) -
     assert "[rank1]" not in message
 
 
+def test_fsdp2_of_a_model_it_cannot_shard(
+    words: list[str], tmp_path: Path, tiny_model: Path
+) -> None:
+    """BART's word embedding is in three places, which accelerate's FSDP2 does not keep together."""
+    from transformers import AutoTokenizer, BartConfig, BartModel
+
+    layers = {f"{part}_layers": 1 for part in ("encoder", "decoder")}
+    config = BartConfig(vocab_size=60, d_model=16, eos_token_id=3, pad_token_id=0, **layers)
+    BartModel(config).save_pretrained(tmp_path / "bart")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "bart")
+    job = [*words, "--model_name_or_path", str(tmp_path / "bart")]
+    options = ["--main_process_port", 0, "-m", "accel_ft.train"]
+    done = launch("cpu_fsdp2.yaml", *options, *job, check=False)
+    told = (
+        "FSDP2: accelerate cannot shard BartForSequenceClassification, whose word embedding is in"
+    )
+    assert f"error: {told} several places: model.shared, " in done.stderr
+
+
 @pytest.mark.parametrize("size", ["16", "4"])
 def test_one_rank_of_many(words: list[str], tmp_path: Path, size: str) -> None:
     """The first of a series 1, 2, 4: accelerate wraps it in DDP too, on a CPU."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from conftest import LATEST, ROOT, cut_off, events_of, run_hash
@@ -356,6 +357,80 @@ def test_the_last_word_is_of_the_rank_that_was_lost(
     assert (
         json.loads((tmp_path / "error.json").read_text())["message"] == "error: rank 1 was stopped"
     )
+
+
+def test_a_signal_before_anything_is_saved_has_the_last_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    with Watch(tmp_path / "ranks", 0, 1, 60) as watch:
+        watch.stage("model")
+        watch._on_signal(signal.SIGTERM)
+        words = json.loads((tmp_path / "error.json").read_text())["message"]
+        assert words == "SIGTERM at stage model: nothing to save yet"
+        watch._stopped_at -= 2
+        watch._on_signal(signal.SIGTERM)
+        words = json.loads((tmp_path / "error.json").read_text())["message"]
+        assert words == "SIGTERM again: stopped at once, without saving"
+    assert codes == [75, 128 + signal.SIGTERM]
+
+
+def test_a_second_ctrl_c_ends_the_run_and_not_the_notebook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+
+    def saves_for_ever() -> None:
+        with Watch(tmp_path / "ranks", 0, 1, 60) as watch:
+            watch.stage("save", can_save=True)
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(1.5)
+            time.sleep(30)
+
+    with pytest.raises(Preempted, match="SIGINT at stage save: stopped, without saving"):
+        saves_for_ever()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_clock_that_is_set_ends_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """psutil counts a process's birth from the boot, and the boot from now."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    watch = Watch(tmp_path, 0, 1, 60)
+    beat = watch._beat | {"rank": 1, "pid": process.pid}
+    beat["born"] = psutil.Process(process.pid).create_time()
+    create_time = psutil.Process.create_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: create_time(self) + 3600)
+    assert watch._fate_here(beat, 60) == ""
+    assert watch._fate_here(beat | {"born": beat["born"] - 10}, 60) == "died"  # another's number
+    process.kill()
+    process.wait()
+    assert watch._fate_here(beat, 60) == "died"
+
+
+def test_a_run_is_closed_before_it_lets_the_others_go(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher signals those that still run when one has ended: they must have nothing left to do."""
+    seen: list[str] = []
+    for owner, name in ((Run, "close"), (Watch, "wait"), (Run, "settle")):
+        plain = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda self, *, name=name, plain=plain: seen.append(name) or plain(self)
+        )
+    after = Run.after_update
+
+    def signalled(run: Run) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+        after(run)
+
+    monkeypatch.setattr(Run, "after_update", signalled)
+    with pytest.raises(Preempted, match="SIGTERM: stopped after update"):
+        train.main(words)
+    assert seen[-3:-1] == ["close", "wait"]
 
 
 def test_a_heartbeat_of_another_version_is_no_ranks(tmp_path: Path) -> None:

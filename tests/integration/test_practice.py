@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import LATEST, cut_off, events_of, run_hash, stopped_at, write_rows
+from conftest import LATEST, cut_off, events_of, make_tiny_model, run_hash, stopped_at, write_rows
 from safetensors.torch import load_file
 
 from accel_ft import train
@@ -62,6 +62,10 @@ def test_lists_may_be_changed_by_name(words: list[str], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="class_weights: None in the checkpoint"):
         train.main(words)
     train.main([*words, "--allow_changed", "class_weights"])
+    make_tiny_model(tmp_path / "narrow", hidden_size=16)
+    other = ["--model_name_or_path", str(tmp_path / "narrow"), "--max_steps", "4"]
+    with pytest.raises(CheckpointError, match=r"cannot be loaded: .* size mismatch for bert\..*"):
+        train.main([*words, *other, "--allow_changed", "model_name_or_path,class_weights"])
 
 
 def test_a_model_that_left_its_run_is_measured_as_in_it(

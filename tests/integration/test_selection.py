@@ -87,6 +87,25 @@ def test_the_best_model_after_a_resume(step: int, words: list[str], tmp_path: Pa
     assert run_hash(tmp_path / "again") == whole
 
 
+def test_the_best_goes_along_to_another_folder(words: list[str], tmp_path: Path) -> None:
+    words += [
+        "--load_best_model_at_end",
+        "--eval_steps",
+        "1",
+        "--metric_for_best_model",
+        "f1_macro",
+    ]
+    train.main(words)
+    whole = run_hash(tmp_path / "run")
+    best = events_of(tmp_path / "run")[-1]["model_step"]
+    assert 1 < best < 12
+    checkpoint = tmp_path / f"run/checkpoints/step_{best:08d}"
+    again = ["--output_dir", str(tmp_path / "again"), "--save_total_limit", "2"]
+    train.main([*words, *again, "--resume_from_checkpoint", str(checkpoint)])
+    assert events_of(tmp_path / "again")[-1]["model_step"] == best
+    assert run_hash(tmp_path / "again")["model"] == whole["model"]
+
+
 # Imbalance
 
 

@@ -1,7 +1,9 @@
+import errno
 import json
 import logging
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -117,6 +119,29 @@ def test_damage_is_found_and_passed_over(
         assert state.newest_sound(tmp_path) == older
     (older / "weights").unlink()
     with pytest.raises(CheckpointError, match="all 2 checkpoints are damaged"):
+        state.newest_sound(tmp_path)
+
+
+def test_what_cannot_be_read_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bad sector; but rights are the user's to mend."""
+    older, newer = publish(tmp_path, 9), publish(tmp_path, 10)
+    sha256 = transaction.sha256
+
+    def failing(kind: type[OSError], number: int) -> Any:
+        def read(path: Path) -> str:
+            if path == newer / "weights":
+                raise kind(number, "Input/output error")
+            return sha256(path)
+
+        return read
+
+    monkeypatch.setattr(transaction, "sha256", failing(OSError, errno.EIO))
+    assert state.newest_sound(tmp_path) == older
+    assert "step_00000010: weights cannot be read (Input/output error)" in caplog.text
+    monkeypatch.setattr(transaction, "sha256", failing(PermissionError, errno.EACCES))
+    with pytest.raises(PermissionError):
         state.newest_sound(tmp_path)
 
 
