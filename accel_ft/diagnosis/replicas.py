@@ -116,10 +116,11 @@ def used_parameters(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Findi
     if unused:
         return warned(
             check,
-            f"{len(unused)} of {len(named)} get no gradient: {listed(unused)}; DDP waits for "
-            "them and stops at the next forward pass",
+            f"{len(unused)} of {len(named)} get no gradient: {listed(unused)}; unless it is told "
+            "to look for them, DDP stops at the next forward pass",
             "requires_grad_(False) for them, or DistributedDataParallelKwargs("
-            "find_unused_parameters=True), which costs a pass over the graph at each step",
+            "find_unused_parameters=True) (accel_ft sets it), which costs a pass over the graph at "
+            "each step",
         )
     return passed(check, f"all {len(named)} trainable parameters get a gradient")
 

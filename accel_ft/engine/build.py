@@ -23,7 +23,7 @@ from accel_ft.data.tokenize import tokenizer_fingerprint
 from accel_ft.engine.evaluation import make_eval_loader
 from accel_ft.engine.fitting import largest_micro_batch
 from accel_ft.engine.run import Run
-from accel_ft.engine.step import forward
+from accel_ft.engine.step import forward, unreached
 from accel_ft.errors import CheckpointError, ConfigError, DataError, LaunchError, nearest
 from accel_ft.model import load
 from accel_ft.model.adapters import choose_trained
@@ -215,12 +215,18 @@ def _build_model(
             f"several places: {', '.join(tied)}. Fix: DDP"
         )
     fsdp.configure(accelerator, model)
+    filler = collate(splits.train, np.empty(0, np.int64), pad)
     if accelerator.device.type == "cpu" and not (is_fsdp or compiled):
         is_sent = accelerator.distributed_type != DistributedType.NO
         if not is_sent or (
             dist.get_backend() == "gloo" and accelerator.gradient_accumulation_steps == 1
         ):
             make_sparse(model)  # NCCL, MPI and DDP's sums over micro-batches want whole ones
+    if accelerator.num_processes > 1 and not is_fsdp:
+        idle = unreached(model, forward(model, filler))
+        if idle:
+            logger.info("no gradient comes to %s: DDP looks for such in each pass", ", ".join(idle))
+            accelerator.ddp_handler.find_unused_parameters = True
     model, optimizer = accelerator.prepare(model, optimizer)
     check_granted(accelerator, model)
     if is_fsdp:
@@ -228,7 +234,6 @@ def _build_model(
     if accelerator.num_processes > 2 and fsdp.strategy_of(model) == "DDP":
         # It cuts the gradients into buckets anew after a first pass, and sums over three ranks and
         # more depend on them: without one, a run that goes on would add up in another order.
-        filler = collate(splits.train, np.empty(0, np.int64), pad)
         inputs = {name: value.to(accelerator.device) for name, value in filler.items()}
         forward(model, inputs).sum().backward()  # type: ignore[no-untyped-call]
         optimizer.zero_grad()

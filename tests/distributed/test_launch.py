@@ -127,6 +127,20 @@ def test_fsdp2_of_a_model_it_cannot_shard(
     assert f"error: {told} several places: model.shared, " in done.stderr
 
 
+def test_ddp_of_a_model_with_an_idle_parameter(
+    words: list[str], tmp_path: Path, tiny_model: Path
+) -> None:
+    """XLNet's `mask_emb`: DDP would wait for its gradient, and end at the second update."""
+    from transformers import AutoTokenizer, XLNetConfig, XLNetModel
+
+    config = XLNetConfig(vocab_size=60, d_model=16, n_layer=1, n_head=2, d_inner=32, pad_token_id=0)
+    XLNetModel(config).save_pretrained(tmp_path / "xlnet")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "xlnet")
+    job = [*words, "--model_name_or_path", str(tmp_path / "xlnet"), "--max_steps", "4"]
+    done = launch("cpu_ddp.yaml", "--main_process_port", 0, "-m", "accel_ft.train", *job)
+    assert "no gradient comes to transformer.mask_emb" in done.stderr
+
+
 @pytest.mark.parametrize("size", ["16", "4"])
 def test_one_rank_of_many(words: list[str], tmp_path: Path, size: str) -> None:
     """The first of a series 1, 2, 4: accelerate wraps it in DDP too, on a CPU."""
