@@ -411,6 +411,8 @@ class EvaluateConfig(DataConfig):
     """Write the metrics to this JSON file too."""
     max_seq_length: int | None = Field(None, ge=2)  # type: ignore[assignment]
     """Tokens a text is cut at; left out: as in training, or what the model sees, 512 at most."""
+    max_eval_samples: int | None = Field(None, ge=1)
+    """Use this many of the rows, drawn at random (always the same ones)."""
 
     def rules(self) -> Iterator[Fault]:
         """The metrics are not to replace the rows."""

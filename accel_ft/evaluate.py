@@ -16,7 +16,13 @@ logger = logging.getLogger("accel_ft.evaluate")  # run with -m, its name is __ma
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure a checkpoint on its run's rows, or on those given, on one process or several."""
-    config = parse(EvaluateConfig, argv, "evaluate", run_settings)
+    typed: dict[str, Any] = {}
+
+    def settings_of_the_run(values: dict[str, Any]) -> dict[str, Any]:
+        typed.update(values)
+        return run_settings(values)
+
+    config = parse(EvaluateConfig, argv, "evaluate", settings_of_the_run)
 
     from accel_ft.data.sources import check_first_rows
 
@@ -52,9 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         name, split, is_cut_off = load_eval_split(
             config, opened.tokenizer, opened.label_names, config.split
         )
-    limit = config.max_eval_samples
-    if name == "test" and limit != run_settings({"checkpoint": run or ""}).get("max_eval_samples"):
-        split.stop = min(split.stop, limit or split.stop)  # the run's is for its validation rows
+    if "max_eval_samples" in typed:  # the run's is for its validation rows
+        split.stop = min(split.stop, config.max_eval_samples or split.stop)
     if is_cut_off and accelerator.is_main_process and not _are_the_runs_own(run, split):
         logger.warning(
             "the validation rows were cut off the training rows, which are not those of the run "

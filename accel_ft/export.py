@@ -80,8 +80,8 @@ def export(
         ended = run is not None and Path(folder).resolve() == run / "model"  # no checkpoint's
         events = read_events(run / "metrics.jsonl") if run is not None and ended else []
         if run is not None:
-            known = json.loads((run / "receipt.json").read_text("utf-8")).get("hub_ids", [])
-            for key in ("model_name_or_path", "dataset_name"):
+            known = json.loads((run / "receipt.json").read_text("utf-8")).get("hub_ids")
+            for key in ("model_name_or_path", "dataset_name") if known is not None else ():
                 if is_hub_id(settings.get(key)) and settings[key] not in known:
                     settings[key] = f"./{settings[key]}"  # a folder, from where it was trained
         (staging / "README.md").write_text(

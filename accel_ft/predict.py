@@ -193,7 +193,9 @@ def _guess_format(path: str) -> str:
     suffix = Path(path).suffix.lower().removeprefix(".")
     if path == "-":
         standard_input: Any = sys.stdin.buffer
-        start = standard_input.peek(64).removeprefix(BOM_UTF8).lstrip()
+        start = standard_input.peek(64).removeprefix(BOM_UTF8).strip()
+        if start == b"[":  # what comes after it is on its way
+            raise ConfigError("input=-: lines, or JSON? Fix: --input_format lines, or json")
         is_list = re.match(rb"\[\s*\{", start) is not None
         return "json" if is_list else "jsonl" if start[:1] == b"{" else "lines"
     if f".{suffix}" in DATA_FILE_SUFFIXES:

@@ -150,7 +150,8 @@ def _search(
     if not study.get_trials(states=(optuna.trial.TrialState.COMPLETE,)):
         raise ConfigError(f"{config.output_dir}: no trial came to its end")
     best = config.output_dir / "best.yaml"
-    found = study.best_trial.user_attrs["job"] | {"output_dir": str(config.output_dir / "best")}
+    ran = study.best_trial.user_attrs.get("job", settings | study.best_params)
+    found = ran | {"output_dir": str(config.output_dir / "best")}
     write_whole(best, yaml.safe_dump(found, sort_keys=False, allow_unicode=True))
     states = [trial.state.name.lower() for trial in study.trials]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
@@ -200,16 +201,16 @@ def _check_known(
         key: values if isinstance(values, list) else {"log": bool(values.get("log"))}
         for key, values in space.items()
     }
-    for name, file, now in (("job", config.job, settings), ("space", config.space, choices)):
-        earlier = study.user_attrs.get(name, now) if study.trials else now
+    for name, file, now in (("settings", config.job, settings), ("space", config.space, choices)):
+        earlier = study.user_attrs.get(name, {}) if study.trials else {}
         for key in earlier.keys() & now.keys():
             if earlier[key] != now[key]:
-                was = f"was {earlier[key]!r}" if name == "job" else "had other choices"
+                was = f"was {earlier[key]!r}" if name == "settings" else "had other choices"
                 raise ConfigError(
-                    f"{name}={file}: {key} {was} in the trials of {config.output_dir}. "
+                    f"{file}: {key} {was} in the trials of {config.output_dir}. "
                     "Fix: as it was, or another output_dir"
                 )
-        study.set_user_attr(name, now)
+        study.set_user_attr(name, earlier | now if name == "space" else now)
 
 
 def _shares(config: SearchConfig) -> list[dict[str, str]]:

@@ -14,6 +14,7 @@ sealed. A machine that went down does: what was sealed before its last start is 
 """
 
 import contextlib
+import errno
 import json
 import logging
 import re
@@ -33,6 +34,7 @@ MANIFEST = "manifest.json"
 STAGING_PREFIX = ".staging-"
 SEALED_PREFIX = ".sealed-"
 ASIDE_PREFIX = "damaged-"
+DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 
 
 def checkpoint_folder(root: Path, step: int) -> Path:
@@ -130,9 +132,8 @@ def verify(folder: Path) -> None:
     try:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
         entries = dict(json.loads(text)["files"])
-    except PermissionError:  # the user's to mend; nothing is damaged
-        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
+        _let_pass(error, folder / MANIFEST)
         raise CheckpointError(f"{folder}: no readable {MANIFEST} ({error})") from error
     found = {path.relative_to(folder).as_posix() for path in _files(folder)} - {MANIFEST}
     faults = [f"{name} is missing" for name in sorted(entries.keys() - found)]
@@ -141,9 +142,8 @@ def verify(folder: Path) -> None:
     for name in sorted(found & entries.keys()):
         try:
             entry, wanted = _entry(folder / name), entries[name]
-        except PermissionError:
-            raise
         except OSError as error:
+            _let_pass(error, folder / name)
             faults.append(f"{name} cannot be read ({error.strerror})")
             continue
         if entry != wanted:
@@ -151,6 +151,13 @@ def verify(folder: Path) -> None:
             faults.append(f"{name} is damaged ({'SHA-256' if size else 'size'} differs)")
     if faults:
         raise CheckpointError(f"{folder}: " + "; ".join(faults))
+
+
+def _let_pass(error: Exception, path: Path) -> None:
+    """Raise anew what is no damage of a file: what may pass, or is the user's to mend."""
+    if isinstance(error, OSError) and error.errno not in DAMAGE:
+        error.filename = str(path)
+        raise error
 
 
 def list_published(root: Path) -> list[tuple[int, Path]]:

@@ -173,17 +173,17 @@ def _write_store(folder: Path, source: Source, config: DataConfig, tokenizer: An
             files.enter_context((folder / f"{name}.bin").open("wb"))
             for name in ("tokens", "offsets", "types", "labels", "texts")
         )
-        np.zeros(1, np.int64).tofile(offsets)
+        offsets.write(np.zeros(1, np.int64).tobytes())  # numpy's tofile hides a full disk
         while chunk := list(islice(rows, ROWS_AT_ONCE)):
             encoded = _encode(tokenizer, [text for _, text, _ in chunk], max_seq_length)
             arrays = [np.atleast_2d(ids) for ids in _arrays(encoded, tokenizer)]
             flat = np.concatenate(arrays, axis=1)
-            flat[0].tofile(tokens)
+            tokens.write(flat[0].tobytes())
             if len(flat) > 1:
-                flat[1].astype(np.int8).tofile(types)
+                types.write(flat[1].astype(np.int8).tobytes())
                 has_types = True
             ends = meta["num_tokens"] + np.cumsum([ids.shape[1] for ids in arrays])
-            ends.astype(np.int64).tofile(offsets)
+            offsets.write(ends.astype(np.int64).tobytes())
             for place, text, label in chunk:
                 parts = (text,) if isinstance(text, str) else text
                 if label not in codes:
@@ -191,7 +191,7 @@ def _write_store(folder: Path, source: Source, config: DataConfig, tokenizer: An
                     places.append(place)
                 meta["num_empty_texts"] += not all(part.strip() for part in parts)
                 hashes.write(hashlib.blake2b("\0".join(parts).encode(), digest_size=8).digest())
-            np.array([codes[label] for _, _, label in chunk], np.int32).tofile(labels)
+            labels.write(np.array([codes[label] for _, _, label in chunk], np.int32).tobytes())
             meta["num_rows"] += len(chunk)
             meta["num_tokens"] = int(ends[-1])
             meta["num_cut_texts"] += _count_cut(encoded, max_seq_length)

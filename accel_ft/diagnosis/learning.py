@@ -9,7 +9,8 @@ from torch import nn
 
 from accel_ft.diagnosis.finding import Finding, failed, listed, passed, skipped, warned
 
-ENOUGH_UPDATES = 20
+ENOUGH_UPDATES = 20  # to tell a loss that does not fall
+FALLING = 0.8
 
 
 def initial_loss(loss: float, num_labels: int, is_fresh: bool = True) -> Finding:
@@ -69,8 +70,8 @@ def overfits(
     Args:
         step: one update on the samples, all of them; returns its loss.
         steps: at most.
-        seconds: at most; a loss that has fallen by half then is enough, and a few updates tell
-            nothing.
+        seconds: at most; a loss that has fallen by half then is enough, and one that falls, or a
+            few updates, tell nothing.
         goal: loss in nats that is near enough; None for a third of the first one, where a loss has
             no scale of its own. Three updates in a row must be below it.
     """
@@ -91,7 +92,8 @@ def overfits(
     )
     if len(losses) < steps and losses[-1] < losses[0] / 2:
         return passed(check, f"{about}: half, which {seconds:.0f} s allow")
-    if len(losses) < min(steps, ENOUGH_UPDATES) and math.isfinite(losses[-1]):
+    falls = losses[-1] < FALLING * losses[0]
+    if len(losses) < (steps if falls else min(steps, ENOUGH_UPDATES)) and math.isfinite(losses[-1]):
         return skipped(check, f"{about}: too slow a device to tell in {seconds:.0f} s")
     return failed(
         check,

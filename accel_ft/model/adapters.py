@@ -126,8 +126,10 @@ def merged(model_config: Any, adapters: dict[str, Any], weights: dict[str, torch
     folder = load.resolve(str(adapters["base_model_name_or_path"]), "base_model_name_or_path")
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # it would say that the head, which is put in below, is random
-    base, drawn = load.load_for_training(folder, model_config, None)
-    logging.set_verbosity(verbosity)
+    try:
+        base, drawn = load.load_for_training(folder, model_config, None)
+    finally:
+        logging.set_verbosity(verbosity)
     settings = {key: adapters[key] for key in READ_KEYS if key in adapters}
     model = _with_adapters(base, ADAPTER_CONFIG, **settings)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}

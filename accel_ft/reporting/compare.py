@@ -8,7 +8,7 @@ from accel_ft.reporting.record import Record, scores_of
 
 COMPARED = ("loss", "learning_rate", "grad_norm")
 IDLE_SETTINGS = {"output_dir", "reproduce", "report_to", "push_to_hub", "hub_model_id"}
-IDLE_RECEIPT = {"starts", "identity"}
+IDLE_RECEIPT = {"starts", "identity", "hub_ids"}
 
 Difference = tuple[str, Any, Any]  # what, in the first run, in the second
 Updates = tuple[int, int]  # the last one that an event does not speak of, the last one it does
@@ -24,9 +24,9 @@ def differences(one: Record, other: Record) -> Iterator[Difference]:
             if key.partition(".")[0] not in idle and not _same(a.get(key), b.get(key)):
                 yield f"{name} {key}", a.get(key), b.get(key)
     # Of a run that was made longer, the first part had another schedule.
-    starts = [[s.get("num_steps") for s in record.receipt["starts"]] for record in (one, other)]
+    starts = [[s.get("num_steps", 0) for s in record.receipt["starts"]] for record in (one, other)]
     planned = [list(dict.fromkeys(each)) for each in starts]
-    if planned[0] != planned[1]:
+    if planned[0] != planned[1] and max(map(len, planned)) > 1:
         yield "updates planned, over all starts", planned[0], planned[1]
     yield from curves(one, other)
 

@@ -41,7 +41,7 @@ def model_card(
             task_type="text-classification",
             dataset_type="custom" if own else data or "custom",
             dataset_name=Path(str(rows)).name,
-            dataset_config=settings.get("dataset_config_name"),
+            dataset_config=None if own else settings.get("dataset_config_name"),
             dataset_split=settings.get(f"{split}_split_name") or split,
             metric_type=metric,
             metric_value=round(value, 6),

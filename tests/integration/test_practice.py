@@ -88,11 +88,16 @@ def test_a_model_that_left_its_run_is_measured_as_in_it(
             test["test_loss"], rel=1e-7
         )
     capsys.readouterr()
+    settings = Path("../config.yaml")
+    told = settings.read_text()
+    settings.write_text(told.replace("max_eval_samples: null", "max_eval_samples: 5"))
+    evaluate.main(["--checkpoint", "."])  # the run's is of its validation rows
+    assert json.loads(capsys.readouterr().out)["num_samples"] == 21
     evaluate.main(["--checkpoint", ".", "--max_eval_samples", "5"])  # of whichever rows
     assert json.loads(capsys.readouterr().out)["num_samples"] == 5
+    settings.write_text(told)
     with pytest.raises(ConfigError, match="is no run's. Fix: --test_file"):
         evaluate.main(["--checkpoint", str(out)])
-    settings = Path("../config.yaml")
     settings.write_text(re.sub("test_file: .*", "test_file: rows/of.csv", settings.read_text()))
     with pytest.raises(ConfigError, match=r"test_file=rows/of.csv: .* from the run's config.yaml"):
         evaluate.main(["--checkpoint", "."])
@@ -227,6 +232,9 @@ def test_what_predict_is_given(
     )
     predict.main([*command, "-"])
     assert len(out.read_text().splitlines()) == 2
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(b"[\n"))))
+    with pytest.raises(ConfigError, match="lines, or JSON. Fix: --input_format"):
+        predict.main([*command, "-"])
     with pytest.raises(ConfigError, match="standard input cannot be parquet"):
         predict.main([*command, "-", "--input_format", "parquet"])
     rows.rename(tmp_path / "in.ndjson")
@@ -272,7 +280,13 @@ def test_a_card_of_a_model_from_a_folder_near_the_training(
         )
         elsewhere.chdir(tmp_path)
         export.main(["--checkpoint", str(checkpoint), "--output", "out"])
-    assert "base_model:" not in (tmp_path / "out/README.md").read_text()
+        assert "base_model:" not in (tmp_path / "out/README.md").read_text()
+        receipt = tmp_path / "run/receipt.json"
+        receipt.write_text(
+            receipt.read_text().replace('"hub_ids": []', f'"hub_ids": ["{tiny_model.name}"]')
+        )
+        export.main(["--checkpoint", str(checkpoint), "--output", "again"])
+        assert f"base_model: {tiny_model.name}" in (tmp_path / "again/README.md").read_text()
 
 
 def test_folders_that_are_nearly_checkpoints(words: list[str], tmp_path: Path) -> None:

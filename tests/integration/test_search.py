@@ -156,6 +156,7 @@ def test_a_search_stops_what_is_worse_than_the_median(search_of_stand_ins) -> No
     good = states.index((0.9, "COMPLETE"))
     assert set(states[good + 1 :]) <= {(0.1, "PRUNED"), (0.9, "COMPLETE")}
     assert (0.1, "PRUNED") in states
+    search_of_stand_ins("weight_decay: [0.1]\n", "--num_trials", "6")
     with pytest.raises(ConfigError, match="learning_rate had other choices in the trials of"):
         search_of_stand_ins("learning_rate: [0.1, 0.5, 0.9]\n", "--num_trials", "7")
 
@@ -194,6 +195,7 @@ def test_the_best_job_is_the_one_that_ran(search_of_stand_ins, tmp_path: Path) -
     with pytest.raises(Exception, match="unable to open|does not exist"):
         search_of_stand_ins(space, *words, "2")
     timer.join()
+    assert (folder / "study.db").is_file()
     best = read_settings(folder / "best.yaml")
     assert best["learning_rate"] >= 0.8
     assert (best["weight_decay"], best["seed"]) == (0.3, 1)

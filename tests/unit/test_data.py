@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import pickle
+import resource
 import time
 from datetime import timedelta
 from functools import partial
@@ -145,6 +146,19 @@ def test_a_file_that_changes_while_it_is_read(
     with pytest.raises(DataError, match="changed while it was read"):
         tokenize(source, DataConfig(), tokenizer)
     assert not [p for p in cache_folder().glob("*") if p.stat().st_mtime > path.stat().st_mtime]
+
+
+def test_a_full_disk_leaves_nothing_in_the_cache(tmp_path: Path, tokenizer) -> None:
+    """Its error comes with the write that it concerns, though the file is small."""
+    source = file_source(write_rows(tmp_path / "rows.csv", 100))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            tokenize(source, DataConfig(), tokenizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(tokenize(source, DataConfig(), tokenizer)) == 100
 
 
 def test_faulty_rows_leave_nothing_in_the_cache(tmp_path: Path, tokenizer) -> None:

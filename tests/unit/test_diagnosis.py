@@ -457,6 +457,10 @@ def test_overfits() -> None:
     assert "half, which" in slow.measured
     slow = learning.overfits(lambda: time.sleep(0.1) or 1.0, seconds=0.25)
     assert (slow.verdict, "too slow a device" in slow.measured) == ("SKIP", True)
+    falling = (0.98**n for n in range(100))  # with adapters, on a busy machine
+    slow = learning.overfits(lambda: time.sleep(0.01) or next(falling), seconds=0.3)
+    assert (slow.verdict, "too slow a device" in slow.measured) == ("SKIP", True)
+    caught(learning.overfits(lambda: time.sleep(0.01) or 0.9, seconds=0.4), "not below 0.1")
     caught(trained(1e-6, shuffled=False), "not below 0.1")
     caught(trained(0.1, shuffled=True), "in 300 updates")
 

@@ -125,7 +125,7 @@ def test_damage_is_found_and_passed_over(
 def test_what_cannot_be_read_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A bad sector; but rights are the user's to mend."""
+    """A bad sector; but what may pass is no damage, and rights are the user's to mend."""
     older, newer = publish(tmp_path, 9), publish(tmp_path, 10)
     sha256 = transaction.sha256
 
@@ -140,9 +140,10 @@ def test_what_cannot_be_read_is_passed_over(
     monkeypatch.setattr(transaction, "sha256", failing(OSError, errno.EIO))
     assert state.newest_sound(tmp_path) == older
     assert "step_00000010: weights cannot be read (Input/output error)" in caplog.text
-    monkeypatch.setattr(transaction, "sha256", failing(PermissionError, errno.EACCES))
-    with pytest.raises(PermissionError):
-        state.newest_sound(tmp_path)
+    for number in (errno.EACCES, errno.ESTALE, errno.EMFILE):
+        monkeypatch.setattr(transaction, "sha256", failing(OSError, number))
+        with pytest.raises(OSError, match=f"{newer}/weights"):
+            state.newest_sound(tmp_path)
 
 
 def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
