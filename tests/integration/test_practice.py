@@ -231,7 +231,7 @@ def test_what_predict_is_given(
         io.TextIOWrapper(io.BufferedReader(io.BytesIO(b'[ {"text": "a"},\n{"text": "b"}]'))),
     )
     predict.main([*command, "-"])
-    assert len(out.read_text().splitlines()) == 2
+    assert [json.loads(line)["item"] for line in out.read_text().splitlines()] == [1, 2]
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(b"[\n"))))
     with pytest.raises(ConfigError, match="lines, or JSON. Fix: --input_format"):
         predict.main([*command, "-"])

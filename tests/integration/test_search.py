@@ -193,7 +193,7 @@ def test_the_best_job_is_the_one_that_ran(search_of_stand_ins, tmp_path: Path) -
     timer.start()
     space = "learning_rate: {low: 0.1, high: 0.2}\nweight_decay: {low: 0.1, high: 0.2}\n"
     with pytest.raises(Exception, match="unable to open|does not exist"):
-        search_of_stand_ins(space, *words, "2")
+        search_of_stand_ins(space, *words, "3")
     timer.join()
     assert (folder / "study.db").is_file()
     best = read_settings(folder / "best.yaml")

@@ -56,7 +56,10 @@ def test_ranks_wait_a_day_for_a_slow_one() -> None:
     assert make_accelerator().init_handler.timeout == timedelta(days=1)
 
 
-def test_store_holds_what_the_tokenizer_says(rows_file: Path, tokenizer) -> None:
+def test_store_holds_what_the_tokenizer_says(
+    rows_file: Path, tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenize_module, "ROWS_AT_ONCE", 10)
     store = store_of(rows_file, tokenizer)
     rows = list(file_source(rows_file).rows(DataConfig()))
     assert len(store) == 47
