@@ -1,6 +1,7 @@
 """A configuration -> the parts of a run; a run -> where it goes on."""
 
 import hashlib
+import inspect
 import json
 import logging
 import math
@@ -195,6 +196,12 @@ def _build_model(
     is_new = wanted is None or (wanted == "latest" and not transaction.list_published(published))
     if drawn and is_new:
         logger.info("not in the pretrained weights, drawn anew: %s", ", ".join(drawn))
+    plain = getattr(model, "get_base_model", lambda: model)()
+    if "attention_mask" not in inspect.signature(plain.forward).parameters:  # FNet
+        logger.warning(
+            "%s reads padding as it does text: what it makes of a row depends on the rows beside "
+            "it, and the curve on the split into micro-batches", type(plain).__name__,
+        )  # fmt: skip
     counts = [0, 0]
     for parameter in model.parameters():  # now: of FSDP1's, each rank sees a share only
         counts[parameter.requires_grad] += parameter.numel()

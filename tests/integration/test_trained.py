@@ -1,5 +1,6 @@
 """What is trained: frozen encoders, layer-wise rates, gradient checkpointing, adapters."""
 
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,25 @@ def architectures() -> dict[str, Any]:
         "gpt2": GPT2Config(**small, n_embd=16, n_layer=2, n_head=2),
         "bart": BartConfig(**small, **of_bart),  # its word embedding goes by three names
     }
+
+
+def test_a_model_that_reads_padding_is_told(
+    words: list[str], tmp_path: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from transformers import AutoTokenizer, FNetConfig, FNetModel
+
+    config = FNetConfig(vocab_size=60, hidden_size=16, num_hidden_layers=1, intermediate_size=32)
+    FNetModel(config).save_pretrained(tmp_path / "fnet")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "fnet")
+    monkeypatch.setattr("accel_ft.runtime.logging.setup_logging", lambda rank: None)
+    monkeypatch.setattr(logging.getLogger("accel_ft"), "propagate", True)
+    words += ["--max_steps", "1"]
+    train.main([*words, "--model_name_or_path", str(tmp_path / "fnet")])
+    assert "FNetForSequenceClassification reads padding as it does text" in caplog.text
+    caplog.clear()
+    train.main([*words, "--output_dir", str(tmp_path / "bert"), "--lora_r", "2"])
+    assert "reads padding" not in caplog.text
 
 
 KINDS = ["bert", "roberta", "deberta", "modernbert", "distilbert", "gpt2", "bart"]
