@@ -385,7 +385,8 @@ def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
     batch |= {"labels": torch.from_numpy(split.labels(chosen)), "weights": torch.ones(len(chosen))}
     batch = {key: value.to(run.accelerator.device) for key, value in batch.items()}
     size = getattr(model.config, "hidden_size", None) or 384
-    optimizer = make_optimizer(model, 0.1 / size, 0.0)  # 1e-4 for 1,024, more for smaller ones
+    rate = 0.1 / size  # 1e-4 for 1,024, more for smaller ones, and for adapters, which begin at 0
+    optimizer = make_optimizer(model, rate * (10 if run.config.lora_r else 1), 0.0)
 
     def step() -> float:
         loss = _loss(run, model, batch, smoothing=0.0) / len(chosen)

@@ -10,7 +10,7 @@ from torch import nn
 from accel_ft.diagnosis.finding import Finding, failed, listed, passed, skipped, warned
 
 ENOUGH_UPDATES = 20  # to tell a loss that does not fall
-FALLING = 0.8
+FALLING = 0.9
 
 
 def initial_loss(loss: float, num_labels: int, is_fresh: bool = True) -> Finding:
