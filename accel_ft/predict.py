@@ -96,7 +96,7 @@ class Predictor:
             ]
 
     def scores(self, texts: list[Text]) -> Any:
-        """Return the probability of each label (of a regression, its value), float32
+        """Return the probability of each label (of a regression, its value), float64
         [len(texts), C], in the order given; each rank scores its share. Collective.
         """
         import numpy as np
@@ -112,7 +112,7 @@ class Predictor:
         by_length = np.argsort(sizes, kind="stable")
         mine = [texts[row] for row in by_length[rank::num_ranks]]
         rows = token_ids(tokenizer, mine, self.max_seq_length) if mine else []
-        found = np.empty((len(mine), len(self.classifier.label_names)), np.float32)
+        found = np.empty((len(mine), len(self.classifier.label_names)))
         lengths = np.array([row.shape[-1] for row in rows], np.int64)
         with torch.inference_mode():
             for batch in self.pad.eval_batches(lengths, self.config.per_device_eval_batch_size):
@@ -120,8 +120,8 @@ class Predictor:
                 with self.accelerator.autocast():
                     moved = {key: value.to(device) for key, value in inputs.items()}
                     logits = forward(self.classifier.model, moved)
-                found[batch] = self.transform(logits).cpu().numpy()
-        scores = np.empty((len(texts), found.shape[1]), np.float32)
+                found[batch] = self.transform(logits.cpu().double()).numpy()
+        scores = np.empty((len(texts), found.shape[1]))
         for share, values in enumerate(gather_object([found])):
             scores[by_length[share::num_ranks]] = values
         return scores

@@ -49,9 +49,13 @@ class Split:
 
     def oversample(self) -> None:
         """Repeat rows of rarer labels until all labels have as many; 8 bytes of memory a row."""
-        labels = self.labels(np.arange(len(self), dtype=np.int64))
+        places = permute(np.arange(len(self), dtype=np.int64), len(self), SPLIT_KEY)
+        labels = self.labels(
+            places
+        )  # in another order than a file's, whose first rows may be alike
         counts = np.bincount(labels)
-        by_label = np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
+        places = places[np.argsort(labels, kind="stable")]
+        by_label = np.split(places, np.cumsum(counts)[:-1])
         self.repeated = np.concatenate(
             [np.resize(rows, counts.max()) for rows in by_label if len(rows)]
         )

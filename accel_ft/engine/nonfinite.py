@@ -184,5 +184,8 @@ def passes_over(run: Run, micro_batches: Iterator[Batch]) -> bool:
         return False
     deque(islice(micro_batches, run.accumulation_steps), maxlen=0)
     run.grad_norm = None
+    ids = run.plan.global_batch(run.step)
+    run.timed_samples -= len(ids)  # which are counted there, and were not trained
+    run.timed_tokens -= int(run.plan.lengths(ids).sum())
     run.after_update()
     return True

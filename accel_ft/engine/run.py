@@ -195,6 +195,14 @@ class Run:
         for name in state.RUN_STATE:
             setattr(self, name, saved[name])
         self.saved_step = self.step
+        here = self.plan.steps_per_epoch
+        there = saved.get("steps_per_epoch", here)
+        if there != here:
+            logger.warning(
+                "update %d ended %.2f epochs of the checkpoint's and is taken for %.2f of this "
+                "job's: rows are trained more, or less, often",
+                self.step, self.step / there, self.step / here,
+            )  # fmt: skip
         self.passed_over |= set(saved["passed_over"])
         if self.best is not None:
             is_here = self.best["step"] == self.step or self._best_folder().is_dir()
@@ -365,6 +373,7 @@ class Run:
             "validation_data": self.splits.validation.fingerprint(),
             "identity": self.identity,
             "scheduler": self.scheduler.state_dict(),
+            "steps_per_epoch": self.plan.steps_per_epoch,
             "loss_sums": self.watch.tell(self.loss_sum),
             "passed_over": sorted(self.passed_over),
         }

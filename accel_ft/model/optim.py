@@ -1,5 +1,6 @@
 """AdamW's parameter groups, the learning rate and its schedule, counted in updates."""
 
+import math
 import re
 from typing import Any
 
@@ -7,6 +8,8 @@ import torch
 from torch import nn
 
 from accel_ft.config import TrainConfig
+
+READ_BY_LAYERS = re.compile(r"encoder\.(rel_embeddings|LayerNorm|relative_attention_bias)\.")
 
 
 def scaled_learning_rate(config: TrainConfig) -> float:
@@ -27,7 +30,7 @@ def make_optimizer(
     weight_decay: float,
     layer_decay: float | None = None,
 ) -> torch.optim.AdamW:
-    """Return a fused AdamW; vectors (biases, norms) are not decayed.
+    """Return a fused AdamW; biases and norms are not decayed.
 
     Args:
         model: whose trainable parameters it takes; the first groups are those of the head.
@@ -40,7 +43,7 @@ def make_optimizer(
     by_group: dict[tuple[int, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            key = depth_of.get(name, 0), parameter.ndim < 2
+            key = depth_of.get(name, 0), parameter.ndim < 2 or "bias" in name
             by_group.setdefault(key, []).append(parameter)
     groups = [
         {
@@ -63,7 +66,9 @@ def layer_depths(model: nn.Module) -> dict[str, int]:
     layers = {name: int(match[1]) for name, match in numbers.items() if match}
     num_layers = max(layers.values(), default=-1) + 1
     first = next((position for position, name in enumerate(names) if name in layers), 0)
+    # DeBERTa and MPNet have what all layers read behind them.
     below = {name for name in names[:first] if inside in name}
+    below |= {name for name in names if inside in name and READ_BY_LAYERS.search(name)}
     return {
         name: num_layers - layers[name] if name in layers else (num_layers + 1) * (name in below)
         for name in names
@@ -97,5 +102,6 @@ def make_scheduler(config: TrainConfig, optimizer: torch.optim.Optimizer, num_st
     """
     from transformers import get_scheduler
 
-    warmup = config.warmup_steps if config.warmup_steps >= 1 else config.warmup_steps * num_steps
-    return get_scheduler(config.lr_scheduler_type, optimizer, round(warmup), num_steps)
+    share = config.warmup_steps if config.warmup_steps < 1 else 0.0
+    warmup = math.ceil(round(share * num_steps, 6)) if share else round(config.warmup_steps)
+    return get_scheduler(config.lr_scheduler_type, optimizer, warmup, num_steps)

@@ -76,6 +76,8 @@ def _about(record: Record) -> dict[str, Any]:
     about: dict[str, Any] = {
         "name": record.name,
         "rows": split,
+        "tuned": " (which thresholds are tuned on)"
+        * ("thresholds" in record.predictions and split == "validation"),
         "state": f"ended at update {end[-1]['step']}" if end else "has not ended",
         "scores": scores,
         "settings": {k: v for k, v in record.settings.items() if v not in (None, (), [])},

@@ -63,7 +63,9 @@ def model_card(
         for key, value in settings.items()
         if value not in (None, [])
     )
-    heading = f"\n## Evaluation, on the {split} rows\n\n| metric | value |\n|---|---|\n"
+    is_tuned = split == "validation" and "multi_label" in settings.get("problem_type", "")
+    tuned = ", on which the thresholds are tuned" * is_tuned
+    heading = f"\n## Evaluation, on the {split} rows{tuned}\n\n| metric | value |\n|---|---|\n"
     evaluation = heading + measured if measured else ""
     training = f"\n## Training\n\n| key | value |\n|---|---|\n{keys}" if keys else ""
     labels = ", ".join(" ".join(name.split()) for name in label_names)

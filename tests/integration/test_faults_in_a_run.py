@@ -104,6 +104,7 @@ def test_rollback_passes_over_the_batch(
     assert [event["loss"] is None for event in events] == [n == SICK_STEP for n in range(12)]
     newest = transaction.list_published(run / "checkpoints")[-1][1]
     assert state.read_trainer_state(newest)["passed_over"] == [SICK_STEP]
+    assert events[SICK_STEP]["samples_per_second"] == 0  # it was not trained
     assert all(torch.isfinite(value).all() for value in weights(run, 12).values())
 
 
@@ -319,7 +320,9 @@ def test_a_folder_belongs_to_one_run(
     train.main([*words, "--max_steps", "1"])
 
 
-def test_a_changed_setting_is_refused_unless_allowed(words: list[str], tmp_path: Path) -> None:
+def test_a_changed_setting_is_refused_unless_allowed(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train.main([*words, "--max_steps", "2"])
     again = [*words, "--max_steps", "4", "--resume_from_checkpoint", "latest", "--seed", "1"]
     again += ["--learning_rate", "1e-4"]
@@ -332,6 +335,11 @@ def test_a_changed_setting_is_refused_unless_allowed(words: list[str], tmp_path:
     train.main([*again, "--allow_changed", "learning_rate,seed"])
     assert events_of(tmp_path / "run")[-1]["step"] == 4
     assert "allow_changed: []" in (tmp_path / "run" / "config.yaml").read_text()
+    assert "rows are trained more, or less, often" not in capsys.readouterr().err
+    more = ["--global_batch_size", "4", "--max_steps", "6"]
+    train.main([*again, *more, "--allow_changed", "learning_rate,seed,global_batch_size"])
+    told = "update 4 ended 0.67 epochs of the checkpoint's and is taken for 0.33 of this job's"
+    assert told in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_that_is_asked_for_is_refused(

@@ -139,6 +139,20 @@ def test_oversampling(tiny_model: Path, rare_file: Path, odd_file: Path, tmp_pat
     assert split.fingerprint() != plain
 
 
+def test_the_copies_are_not_those_of_the_first_rows(tmp_path: Path, tiny_model: Path) -> None:
+    """Of 30 rows each is there once, of 20 ten are twice: which, has nothing to do with the file's order."""
+    path = tmp_path / "sorted.csv"
+    rows = [["goal", "Sports"]] * 30 + [["bank", "Business"]] * 20
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([["text", "label"], *rows])
+    config = TrainConfig(train_file=path, validation_file=path)
+    train_split = load_splits(config, load.load_tokenizer(str(tiny_model))).train
+    train_split.oversample()
+    ids = np.bincount(train_split.ids(np.arange(60)))
+    assert sorted(ids.tolist()) == [1] * 40 + [2] * 10
+    assert ids[30:40].sum() < 20
+
+
 def test_an_oversampled_run_resumes(
     words: list[str], tiny_model: Path, rare_file: Path, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from accel_ft.metrics import (
     cross_entropy,
     score,
 )
-from accel_ft.model.optim import make_optimizer, make_scheduler, scaled_learning_rate
+from accel_ft.model.optim import layer_depths, make_optimizer, make_scheduler, scaled_learning_rate
 
 
 @given(cuts=st.lists(st.integers(0, 12), max_size=4), smoothing=st.sampled_from([0.0, 0.1]))
@@ -141,7 +141,27 @@ def test_biases_and_norms_are_not_decayed() -> None:
     ]
 
 
-@pytest.mark.parametrize(("warmup", "peak_at"), [(0.2, 2), (4, 4)])
+def test_groups_of_models_with_tables_behind_their_layers() -> None:
+    """DeBERTa-v2's positions, MPNet's biases of two dimensions: read by all layers, from below."""
+    from transformers import AutoModelForSequenceClassification as Auto
+    from transformers import DebertaV2Config, MPNetConfig
+
+    sizes = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes["intermediate_size"] = 32
+    relative = {"relative_attention": True, "norm_rel_ebd": "layer_norm", "pos_att_type": ["p2c"]}
+    deberta = Auto.from_config(DebertaV2Config(**sizes, **relative))
+    depths = layer_depths(deberta)
+    for name in ("encoder.rel_embeddings.weight", "encoder.LayerNorm.weight"):
+        assert depths[f"deberta.{name}"] == depths["deberta.embeddings.word_embeddings.weight"] == 3
+    assert depths["deberta.encoder.layer.1.output.dense.weight"] == 1
+    mpnet = Auto.from_config(MPNetConfig(**sizes))
+    table = "mpnet.encoder.relative_attention_bias.weight"
+    assert layer_depths(mpnet)[table] == 3
+    plain = make_optimizer(mpnet, 1e-3, 0.1).param_groups[-1]["params"]
+    assert any(parameter is mpnet.get_parameter(table) for parameter in plain)
+
+
+@pytest.mark.parametrize(("warmup", "peak_at"), [(0.2, 2), (0.14, 2), (4, 4)])
 def test_schedule_counts_updates(warmup: float, peak_at: int) -> None:
     """Linear: up to the peak in the warm-up, down to 0 at the last of 10 updates."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
