@@ -26,9 +26,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     from accel_ft.data.sources import check_first_rows
 
-    run = run_folder(config.checkpoint)
-    if run is None and not (ROW_KEYS & config.model_fields_set):
-        raise ConfigError(f"checkpoint={config.checkpoint}: is no run's. Fix: --test_file FILE")
     check_first_rows(config)
     from accel_ft.checkpoint.open import open_classifier
     from accel_ft.data.loader import Padding
@@ -41,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     setup_logging(accelerator.process_index)
     # Not prepared: each rank holds the whole model, and nothing but the ledger is exchanged.
     opened = open_classifier(config.checkpoint, accelerator.device)
+    run = run_folder(config.checkpoint)
+    if run is None and not (ROW_KEYS & config.model_fields_set):
+        raise ConfigError(f"checkpoint={config.checkpoint}: is no run's. Fix: --test_file FILE")
     max_seq_length = opened.max_seq_length(config.max_seq_length)
     config = config.resolved(max_seq_length=max_seq_length)
     if "problem_type" not in config.model_fields_set:
