@@ -184,7 +184,8 @@ class DataConfig(Config):
             path: Path | None = getattr(self, key)
             if path is not None and not path.is_file():
                 found = "it is a folder" if path.is_dir() else "there is no such file"
-                siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+                is_missing = not path.exists() and path.parent.is_dir()
+                siblings = [p.name for p in path.parent.iterdir()] if is_missing else []
                 yield self._fault(f"{found}.{nearest(path.name, siblings, 0.8)}", key)
             elif path is not None and path.suffix.lower() not in DATA_FILE_SUFFIXES:
                 yield self._fault(f"unknown format. Allowed: {', '.join(DATA_FILE_SUFFIXES)}", key)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from accel_ft.config import Config, DataConfig
 from accel_ft.data.targets import MEANT, canonical
@@ -45,6 +46,7 @@ class Source:
         records: starts reading; yields (place, columns).
         label_names: names of integer labels where the source declares them.
         path: of a local file.
+        numbers: of the rows as they stand there, where some are left out, int64 [n].
     """
 
     name: str
@@ -52,6 +54,7 @@ class Source:
     records: Callable[[], Iterator[Record]]
     label_names: tuple[str, ...] | None = None
     path: Path | None = None
+    numbers: NDArray[np.int64] | None = None
 
     def is_unchanged(self) -> bool:
         """Whether a local file still holds what it did when it was opened."""
@@ -275,6 +278,8 @@ def hub_sources(config: DataConfig, name: str, needs_train: bool = True) -> dict
     """
     import datasets
 
+    if Path(name).is_file():
+        raise ConfigError(f"dataset_name={name}: is a file. Fix: --train_file {name}")
     with fetching("dataset_name", name):
         loaded = datasets.load_dataset(name, config.dataset_config_name)
     label_column, sources = config.label_column, {}
@@ -291,13 +296,16 @@ def hub_sources(config: DataConfig, name: str, needs_train: bool = True) -> dict
         rows: Any = () if is_others else loaded.get(wanted or split, ())
         labelled = _labelled(rows, label_column)
         if len(labelled) < len(rows):
+            is_csv = rows.info.builder_name == "csv"
             logger.warning(
-                "%s: %d of its %d %s rows have no label (-1, or null) and are left out",
+                "%s: %d of its %d %s rows have no label (-1, or null) and are left out%s",
                 name, len(rows) - len(labelled), len(rows), wanted or split,
+                ". `datasets` takes NA, None and the like in a csv for null; --train_file and its "
+                "sisters read them as they stand" * is_csv,
             )  # fmt: skip
-            rows = rows.select(labelled)
-        if len(rows):
-            sources[split] = _hub_source(f"{name}, split {wanted or split}", rows, label_column)
+        if len(labelled):
+            where = f"{name}, split {wanted or split}"
+            sources[split] = _hub_source(where, rows, labelled, config)
         elif wanted is not None or (split == "train" and needs_train):
             raise ConfigError(
                 f"dataset_name={name}: has no split `{wanted or split}` with labels, only "
@@ -306,33 +314,37 @@ def hub_sources(config: DataConfig, name: str, needs_train: bool = True) -> dict
     return sources
 
 
-def _labelled(rows: Any, label_column: str) -> Any:
+def _labelled(rows: Any, label_column: str) -> NDArray[np.int64]:
     """The numbers of the rows that have a label: benchmarks keep those of a test split, or of rows
     without agreement, back.
     """
     feature = rows.features.get(label_column) if len(rows) else None
-    dtype, found = getattr(feature, "dtype", ""), np.arange(len(rows))
-    if dtype in ("string", "large_string", "null"):
-        found = np.flatnonzero([label is not None for label in rows[label_column][:]])
-    elif dtype.startswith(("int", "float")):
-        known = np.flatnonzero(rows.with_format("numpy")[label_column][:] != -1)
-        if not len(known) or hasattr(feature, "names"):  # of plain numbers, -1 may well be one
+    if feature is None:
+        return np.arange(len(rows))
+    labels = rows.select_columns([label_column]).with_format("arrow")[:][label_column]
+    found = labels.is_valid().to_numpy()
+    if getattr(feature, "dtype", "").startswith(("int", "float")):
+        known = found & (labels.fill_null(-1).to_numpy() != -1)
+        if not known.any() or hasattr(feature, "names"):  # of plain numbers, -1 may well be one
             found = known
-    return found
+    return np.flatnonzero(found)
 
 
-def _hub_source(name: str, rows: Any, label_column: str) -> Source:
+def _hub_source(name: str, rows: Any, labelled: NDArray[np.int64], config: DataConfig) -> Source:
     def records() -> Iterator[Record]:
-        start = 0
-        for batch in rows.iter(batch_size=1000):
-            columns = list(batch)
-            for number, values in enumerate(zip(*batch.values(), strict=True), start=start):
-                yield f"row {number}", dict(zip(columns, values, strict=True))
-            start += len(batch[columns[0]])
+        check_columns(name, dict.fromkeys(rows.column_names), config)
+        named = (config.text_column, config.text_pair_column, config.label_column)
+        columns = list(dict.fromkeys(filter(None, named)))  # no sound or picture is decoded
+        numbers = iter(labelled)
+        for batch in rows.select_columns(columns).select(labelled).iter(batch_size=1000):
+            for values in zip(*batch.values(), strict=True):
+                yield f"row {next(numbers)}", dict(zip(batch, values, strict=True))
 
-    feature = rows.features.get(label_column)
+    feature = rows.features.get(config.label_column)
     names = getattr(getattr(feature, "feature", feature), "names", None)  # of a list's elements
-    return Source(name, f"{name} {rows._fingerprint}", records, tuple(names) if names else None)
+    fingerprint = f"{name} {rows._fingerprint} {len(labelled)}"
+    label_names = tuple(names) if names else None
+    return Source(name, fingerprint, records, label_names, numbers=labelled)
 
 
 def check_columns(name: str, record: dict[str, Any], config: Config) -> None:

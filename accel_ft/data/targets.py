@@ -70,7 +70,7 @@ def targets(store: TokenStore, names: list[str], config: DataConfig) -> NDArray[
     if names == [f"LABEL_{label_id}" for label_id in range(len(names))]:  # a head without names
         id_of |= {str(label_id): label_id for label_id in range(len(names))}
     faults = [
-        f"{place}: label {label!r} is none of these.{nearest(label, id_of)}"
+        (place, label)
         for labels, place in zip(sets, store.label_places, strict=True)
         for label in labels
         if label not in id_of
@@ -78,8 +78,14 @@ def targets(store: TokenStore, names: list[str], config: DataConfig) -> NDArray[
     if faults:
         allowed = ", ".join(names[:LABELS_SHOWN]) + (", ..." if len(names) > LABELS_SHOWN else "")
         more = len(faults) - FAULTS_SHOWN
-        shown = "\n  ".join(faults[:FAULTS_SHOWN] + [f"... and {more} more"] * (more > 0))
-        raise DataError(f"{store.name}: unknown labels. Allowed: {allowed}\n  {shown}")
+        shown = [
+            f"{place}: label {label!r} is none of these.{nearest(label, id_of)}"
+            for place, label in faults[:FAULTS_SHOWN]
+        ]
+        if all(_number(label) and not INTEGER.fullmatch(label) for _, label in faults):
+            shown.append("Numbers to predict? Fix: --problem_type regression")
+        shown += [f"... and {more} more"] * (more > 0)
+        raise DataError("\n  ".join([f"{store.name}: unknown labels. Allowed: {allowed}", *shown]))
     if not many:
         return np.array([id_of[label] for (label,) in sets], np.int64)
     table = np.zeros((len(sets), len(names)), np.float32)

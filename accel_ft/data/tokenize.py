@@ -29,12 +29,13 @@ from accel_ft.config import DataConfig
 from accel_ft.data.plan import Ids
 from accel_ft.data.sources import Source, Text
 from accel_ft.errors import ConfigError, DataError
+from accel_ft.runtime.files import sha256
 
 logger = logging.getLogger(__name__)
 
 FORGOTTEN_SECONDS = 24 * 3600
 
-STORE_VERSION = 4  # of the layout above; part of the key
+STORE_VERSION = 5  # of the layout above; part of the key
 KEYS = {
     "text_column", "text_pair_column", "label_column", "problem_type", "label_separator",
     "max_seq_length",
@@ -117,10 +118,10 @@ def tokenize(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
         return TokenStore(folder, source.name)
     except PermissionError as error:
         raise DataError(f"{error}. Fix: HF_HOME=a folder of your own") from error
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         if folder.exists():
             logger.warning("%s: damaged token cache, made anew (%s)", folder, error)
-            shutil.rmtree(folder)
+            shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
     logger.info("tokenising %s", source.name)
     folder.parent.mkdir(parents=True, exist_ok=True)
     for old in folder.parent.glob(".making-*"):  # of killed processes
@@ -139,6 +140,11 @@ def tokenize(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
         except OSError:
             if not folder.is_dir():  # else another process was faster, with the same content
                 raise
+    except OSError as error:  # a full disk, which need not be that of output_dir
+        raise DataError(
+            f"{source.name}: cannot be tokenised into {folder.parent}: {error}. "
+            "Fix: free some room there, or HF_HOME=another folder"
+        ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return TokenStore(folder, source.name)
@@ -156,9 +162,13 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
         state = json.loads(backend.to_str())
         state.pop("truncation"), state.pop("padding")  # those change with each call
     else:
-        state = [sorted(tokenizer.get_vocab().items()), str(tokenizer.init_kwargs)]
+        with tempfile.TemporaryDirectory() as folder:  # merges, too, in whatever files it has
+            paths = sorted(map(Path, tokenizer.save_vocabulary(folder) or ()))
+            files = [sha256(path) for path in paths]
+        state = [sorted(tokenizer.get_vocab().items()), str(tokenizer.init_kwargs), files]
     names = sorted(tokenizer.model_input_names)  # whether pairs have types
-    identity = [type(tokenizer).__name__, tokenizer.truncation_side, names, state]
+    splits = getattr(tokenizer, "split_special_tokens", False)
+    identity = [type(tokenizer).__name__, tokenizer.truncation_side, names, splits, state]
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 

@@ -109,7 +109,8 @@ def write_predictions(
     from accel_ft.metrics import mistakes
 
     places = np.arange(len(split), dtype=np.int64)
-    labels, rows = split.labels(places), split.ids(places)
+    labels, ids = split.labels(places), split.ids(places)
+    rows = ids if source.numbers is None else source.numbers[ids]
     wrong, pairs = mistakes(logits, labels, label_names, thresholds)
     worst = np.argsort(-wrong, kind="stable")[: min(MISTAKES, int((wrong > 0).sum()))]
     arrays: dict[str, Any] = {} if thresholds is None else {"thresholds": thresholds}
@@ -119,11 +120,11 @@ def write_predictions(
     if not source.is_unchanged():
         logger.warning("%s has changed since it was read: no mistakes.jsonl", source.name)
         return
-    texts = source.texts(config, set(rows[worst].tolist()))
+    texts = source.texts(config, set(ids[worst].tolist()))
     measure = "error" if config.problem_type == "regression" else "confidence"
     lines = [
         {
-            "text": texts[int(rows[place])],
+            "text": texts[int(ids[place])],
             "label": pairs[place][0],
             "predicted": pairs[place][1],
             measure: round(float(wrong[place]), 6),

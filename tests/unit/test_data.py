@@ -5,6 +5,7 @@ import logging
 import os
 import pickle
 import resource
+import shutil
 import time
 from datetime import timedelta
 from functools import partial
@@ -17,6 +18,7 @@ from conftest import write_rows
 from huggingface_hub import constants
 
 from accel_ft.config import DataConfig, TrainConfig, parse
+from accel_ft.data import targets as targets_module
 from accel_ft.data import tokenize as tokenize_module
 from accel_ft.data.loader import Batches, Padding, collate, make_loader, train_places
 from accel_ft.data.plan import Plan
@@ -24,6 +26,7 @@ from accel_ft.data.sources import Source, file_source
 from accel_ft.data.splits import Split, Splits, class_weights, load_eval_split, load_splits
 from accel_ft.data.targets import output_names
 from accel_ft.data.tokenize import TokenStore, cache_folder, tokenize
+from accel_ft.engine.evaluation import write_predictions
 from accel_ft.errors import ConfigError, DataError
 from accel_ft.model.load import load_tokenizer
 from accel_ft.runtime.launch import make_accelerator
@@ -96,6 +99,33 @@ def test_another_cut_or_tokenizer_is_another_store(
         store_of(rows_file, tok, cut).fingerprint for tok in (tokenizer, other) for cut in (8, 16)
     }
     assert len(prints) == 4
+    split = load_tokenizer(str(tiny_model))
+    split.split_special_tokens = True  # a text's own "[SEP]" is no separator
+    assert store_of(rows_file, split).fingerprint != store_of(rows_file, tokenizer).fingerprint
+
+
+def test_a_slow_tokenizer_is_known_by_its_files() -> None:
+    """Its merges are in no vocabulary."""
+
+    class Slow:
+        truncation_side, model_input_names, init_kwargs = "right", ("input_ids",), {}
+        merges = "a b"
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 0, "b": 1}
+
+        def save_vocabulary(self, folder: str) -> tuple[str, ...]:
+            (Path(folder) / "merges.txt").write_text(self.merges)
+            return (f"{folder}/merges.txt",)
+
+    one, other = Slow(), Slow()
+    assert tokenize_module.tokenizer_fingerprint(one) == tokenize_module.tokenizer_fingerprint(
+        other
+    )
+    other.merges = "b a"
+    assert tokenize_module.tokenizer_fingerprint(one) != tokenize_module.tokenizer_fingerprint(
+        other
+    )
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "meta.json"])
@@ -111,6 +141,17 @@ def test_damaged_store_is_made_again(
     folder = store_of(rows_file, tokenizer).folder
     (folder / name).write_bytes((folder / name).read_bytes()[:-3])
     assert store_of(rows_file, tokenizer).tokens(46).tolist()[-1] == 3
+
+
+@pytest.mark.parametrize("left", ["a list", "a file"])
+def test_what_is_no_store_is_made_one(rows_file: Path, tokenizer, left: str) -> None:
+    folder = store_of(rows_file, tokenizer).folder
+    if left == "a list":
+        (folder / "meta.json").write_text("[1]")
+    else:
+        shutil.rmtree(folder)
+        folder.write_text("")
+    assert len(store_of(rows_file, tokenizer)) == 47
 
 
 def test_a_cache_that_several_users_share(
@@ -157,7 +198,7 @@ def test_a_full_disk_leaves_nothing_in_the_cache(tmp_path: Path, tokenizer) -> N
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
     try:
-        with pytest.raises(OSError, match="File too large"):
+        with pytest.raises(DataError, match=r"tokenised into .*tokens: .*File too large.*HF_HOME="):
             tokenize(source, DataConfig(), tokenizer)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -256,6 +297,24 @@ def test_integer_labels_are_not_guessed(tmp_path: Path, tokenizer) -> None:
     assert split.targets.tolist() == [{"2": 0, "1": 1, "0": 2}[name] for name in split.store.labels]
     with pytest.raises(DataError, match="unknown labels. Allowed: 2, 3"):
         load_eval_split(config, tokenizer, ["2", "3"], "validation")
+
+
+def test_numbers_taken_for_labels_are_told_at_once(
+    tmp_path: Path, tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forgotten problem_type; looking for what was meant is for the labels that are shown."""
+    paths = [tmp_path / f"{name}.csv" for name in ("train", "validation")]
+    for shift, path in enumerate(paths):
+        lines = [f"t,{(row + shift / 2) / 7919}" for row in range(1, 2000)]
+        path.write_text("text,label\n" + "\n".join(lines))
+    asked: list[str] = []
+    monkeypatch.setattr(targets_module, "nearest", lambda label, _: asked.append(label) or "")
+    with pytest.raises(
+        DataError, match=r"Numbers to predict\? Fix: --problem_type regression"
+    ) as error:
+        splits_of(tokenizer, "--train_file", str(paths[0]), "--validation_file", str(paths[1]))
+    assert "... and 1989 more" in str(error.value)
+    assert len(asked) == 10
 
 
 def test_class_weights(tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture) -> None:
@@ -378,3 +437,24 @@ def test_labels_that_look_alike_are_told(
     with caplog.at_level("WARNING"):
         load_splits(TrainConfig(train_file=file, validation_file=file), tokenizer)
     assert "'Sports' and 'sports '" in caplog.text
+
+
+def test_predictions_name_the_rows_of_the_data_set(tmp_path: Path, tokenizer) -> None:
+    """Those without a label are left out, and counted on: a join with the data set finds its rows."""
+    import datasets
+
+    texts = [f"{number} treaty" for number in range(60)]
+    columns = {"text": texts, "label": [("a", "b", None)[number % 3] for number in range(60)]}
+    datasets.Dataset.from_dict(columns).to_parquet(tmp_path / "data/train.parquet")
+    config = parse(TrainConfig, ["--dataset_name", str(tmp_path / "data")], "train")
+    splits = load_splits(config, tokenizer)
+    logits = np.tile(np.float32([0, 1]), (len(splits.train), 1))
+    source, names = splits.sources["train"], splits.label_names
+    write_predictions(tmp_path, logits, splits.train, source, config, names, None)
+    with np.load(tmp_path / "predictions.npz") as saved:
+        labels = [names[label] for label in saved["labels"]]
+        assert labels == [columns["label"][row] for row in saved["rows"]]
+    lines = (tmp_path / "mistakes.jsonl").read_text().splitlines()
+    mistakes = [json.loads(line) for line in lines]
+    assert mistakes
+    assert all(each["text"] == texts[each["row"]] for each in mistakes)

@@ -215,7 +215,7 @@ def test_a_dataset_folder_with_named_labels(tmp_path: Path) -> None:
     assert list(hub_sources(of_test, str(tmp_path / "data"))) == ["train", "validation"]
     sources = hub_sources(DataConfig(), str(tmp_path / "data"))
     assert list(sources) == ["train", "test"]
-    assert list(sources["train"].rows(DataConfig())) == [("row 0", "a", "yes")]
+    assert list(sources["train"].rows(DataConfig())) == [("row 1", "a", "yes")]
     assert [row[1:] for row in sources["test"].rows(DataConfig())] == [
         ("x", "no"),
         ("a", "no"),
@@ -225,6 +225,59 @@ def test_a_dataset_folder_with_named_labels(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no split `train` with labels"):
         hub_sources(DataConfig(), str(tmp_path / "data"))
     assert list(hub_sources(DataConfig(), str(tmp_path / "data"), needs_train=False)) == ["test"]
+
+
+@pytest.mark.parametrize("kind", ["names", "int64", "float64", "lists"])
+def test_rows_without_a_label_keep_the_numbers_of_the_others(tmp_path: Path, kind: str) -> None:
+    """Null is no label whatever the column's type; what is told of a row is told by its own number."""
+    import datasets
+
+    names = datasets.ClassLabel(names=["no", "yes"])
+    feature = {"names": names, "lists": [names]}.get(kind) or datasets.Value(kind)
+    features = datasets.Features({"text": datasets.Value("string"), "label": feature})
+    labels = [None, [1] if kind == "lists" else 1, None, [0] if kind == "lists" else 0]
+    rows = datasets.Dataset.from_dict({"text": list("abcd"), "label": labels}, features)
+    rows.to_parquet(tmp_path / "data/train.parquet")
+    tasks = {"lists": "multi_label_classification", "float64": "regression"}
+    config = DataConfig(problem_type=tasks.get(kind, "single_label_classification"))
+    source = hub_sources(config, str(tmp_path / "data"))["train"]
+    assert [row[:2] for row in source.rows(config)] == [("row 1", "b"), ("row 3", "d")]
+    assert list(source.numbers) == [1, 3]
+
+
+def test_only_the_columns_in_use_are_read(tmp_path: Path) -> None:
+    """Sound needs a package that decodes it; who reads the transcription does not."""
+    import datasets
+    import pyarrow.parquet
+
+    features = datasets.Features(
+        {"audio": datasets.Audio(), **{n: datasets.Value("string") for n in ("text", "label")}}
+    )
+    columns = {
+        "audio": [{"bytes": b"", "path": "a.wav"}] * 2,
+        "text": ["a", "b"],
+        "label": ["x", "y"],
+    }
+    (tmp_path / "data").mkdir()
+    table = pyarrow.table(columns, schema=features.arrow_schema)
+    pyarrow.parquet.write_table(table, tmp_path / "data/train.parquet")
+    source = hub_sources(DataConfig(), str(tmp_path / "data"))["train"]
+    assert [row[1:] for row in source.rows(DataConfig())] == [("a", "x"), ("b", "y")]
+    other = DataConfig(text_column="txt")
+    source = hub_sources(other, str(tmp_path / "data"))["train"]
+    with pytest.raises(DataError, match="txt: no such column.*Allowed: audio, text, label"):
+        list(source.rows(other))
+
+
+def test_a_csv_that_datasets_reads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = tmp_path / "data/train.csv"
+    rows.parent.mkdir()
+    rows.write_text("text,label\na,None\nb,x\n")
+    hub_sources(DataConfig(), str(rows.parent))
+    assert "1 of its 2 train rows have no label" in caplog.text
+    assert "--train_file and its sisters read them as they stand" in caplog.text
+    with pytest.raises(ConfigError, match=r"is a file. Fix: --train_file .*train\.csv"):
+        hub_sources(DataConfig(), str(rows))
 
 
 def test_text_labels_that_are_kept_back(tmp_path: Path) -> None:
