@@ -84,8 +84,8 @@ def _are_the_runs_own(run: Path | None, split: Any) -> bool:
         return True
     receipt = json.loads((run / "receipt.json").read_text(encoding="utf-8"))
     content, _, places = split.fingerprint().partition("[0:")
-    known, _, known_places = str(receipt["data"]["validation"]).partition("[0:")
-    return content == known and int(places[:-1]) <= int(known_places[:-1])
+    known, _, trained = str(receipt["data"]["train"]).partition("[")
+    return content == known and int(places[:-1]) <= int(trained.partition(":")[0])
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from accel_ft.diagnosis.finding import Finding, failed, listed, passed, warned
+from accel_ft.diagnosis.finding import Finding, failed, listed, passed, skipped, warned
 from accel_ft.diagnosis.gradients import gradients_of
 
 Update = list[str]
@@ -33,7 +33,7 @@ class _Recorder:
         self.depth = 0
         self.stepped: list[torch.optim.Optimizer] = []
         self.used: dict[torch.optim.Optimizer, list[tuple[Any, Any, int]]] = {}
-        self.began = 0
+        self.added: set[torch.optim.Optimizer] = set()
         self.schedulers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.sums_next = False
 
@@ -70,14 +70,9 @@ class _Recorder:
 
     def backward(self, *_: Any) -> None:
         """Note a backward pass, and the gradients that a step has used and nothing has cleared."""
-        self.began = len(self.events)
+        self.added = {optimizer for optimizer in self.added if _gradients(optimizer)}
         self.used = {
-            optimizer: [
-                (p, p.grad, _version(p.grad))
-                for group in optimizer.param_groups
-                for p in group["params"]
-                if p.grad is not None and bool(p.grad.any())
-            ]
+            optimizer: [(p, p.grad, _version(p.grad)) for p in _gradients(optimizer)]
             for optimizer in self.stepped
         }
         self.events.append(BACKWARD)
@@ -86,7 +81,7 @@ class _Recorder:
             self.sums_next = False
 
     def after_backward(self) -> None:
-        """Note whether the pass added to such gradients; another optimizer's stay as they were."""
+        """Keep in mind whose such gradients the pass added to; another's stay as they were."""
         added = {
             optimizer
             for optimizer, used in self.used.items()
@@ -95,13 +90,17 @@ class _Recorder:
                 for p, grad, version in used
             )
         }
-        if added:
-            self.events.insert(self.began, LEFT)
+        self.added |= added
         self.stepped = [one for one, used in self.used.items() if used and one not in added]
         self.used = {}
 
     def step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Note an optimizer's step."""
+        """Note an optimizer's step, and whether it takes what it had taken before: what another
+        model's loss left in this one's gradients may be cleared first.
+        """
+        if optimizer in self.added and _gradients(optimizer):
+            self.events.append(LEFT)
+        self.added.discard(optimizer)
         self.events.append(STEP)
         self.stepped.append(optimizer)
 
@@ -109,6 +108,12 @@ class _Recorder:
         """Note a scheduler's step; each scheduler has a number."""
         number = self.schedulers.setdefault(scheduler, len(self.schedulers))
         self.events.append(f"{SCHEDULE} {number}")
+
+
+def _gradients(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The parameters of an optimizer whose gradients are not all zero."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return [p for p in parameters if p.grad is not None and bool(p.grad.any())]
 
 
 def _version(gradient: torch.Tensor) -> int:
@@ -119,7 +124,7 @@ def _version(gradient: torch.Tensor) -> int:
 @contextlib.contextmanager
 def recording(model: nn.Module | None = None) -> Iterator[list[str]]:
     """Write down what the loop in the body does: backward, reduce, step, schedule, in order, and
-    "left" where a backward pass adds to the gradients of the step before.
+    "left" before a step on gradients that were added to those of the step before.
 
     Args:
         model: wrapped by DDP; a backward pass whose gradients it sums is followed by "reduce".
@@ -185,6 +190,8 @@ def accumulation_calls(events: Sequence[str], accumulation_steps: int) -> Findin
     if not updates:
         return failed(check, f"no step in {len(events)} calls", "call optimizer.step()")
     counts = [update.count(BACKWARD) for update in updates]
+    if not any(counts):
+        return skipped(check, f"{len(updates)} steps, and no backward pass outside of step()")
     uncleared = sum(update.count(LEFT) for update in [*updates, rest])
     # a scheduler's step comes after the optimizer's: it stands in the block that follows
     schedules = max(
@@ -267,6 +274,8 @@ def accumulated_gradient(
         )
         aa, bb = aa + (0 if a is None else a @ a), bb + (0 if b is None else b @ b)
         ab += 0 if a is None or b is None else a @ b
+    if not bb:
+        return failed(check, "the whole batch leaves no gradient", "is anything trained?")
     factor = float(ab / bb)
     left = (aa - 2 * factor * ab + factor**2 * bb).clamp_min(0)  # that no factor explains
     rest = float((left / aa.clamp_min(1e-60)).sqrt())

@@ -57,6 +57,9 @@ def gradient_norms(model: nn.Module) -> Finding:
     if total == 0.0:
         return failed(check, "all are zero", "the loss does not depend on the weights")
     about = f"{total:.4f} in all, {len(norms)} parameters"
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    if frozen:
+        about += f"; {len(frozen)} are frozen, the last one {frozen[-1]}"
     if still:
         return warned(check, f"{about}; zero: {listed(still)}", "does the loss depend on them?")
     return passed(check, about)
@@ -98,7 +101,8 @@ def overfits(
     return failed(
         check,
         about,
-        "are labels and rows of one sample? does the optimizer hold the parameters, and is the "
+        "are labels and rows of one sample? is a layer frozen, see `gradient norms`, that should "
+        "learn? does the optimizer hold the parameters, and is the "
         "learning rate of the right size (1e-5 to 1e-3 for AdamW)?",
     )
 

@@ -89,12 +89,10 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     )
     assert config.global_batch_size is not None
     accelerator.gradient_accumulation_steps = accumulation_steps
-    for key in ("lora_alpha", "lora_dropout", "lora_target_modules"):
-        if config.lora_r is None and getattr(config, key) != TrainConfig.model_fields[key].default:
-            logger.warning("%s has no effect without lora_r: the whole model is trained", key)
     num_micro_batches = accumulation_steps * accelerator.num_processes
     plan = Plan(len(splits.train), config.global_batch_size, config.seed, splits.train.lengths)
     num_steps = config.updates(plan.steps_per_epoch)
+    _warn_of_idle_keys(config, num_steps)
     watch.stage("model")
     model, counts, optimizer, scheduler = _build_model(
         config, accelerator, watch, splits, tokenizer, pad, num_steps
@@ -296,7 +294,7 @@ def _resolve_batch(
     assert at_once != "auto"
     one_pass = at_once * num_processes
     size = one_pass * steps if steps else config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
-    steps = steps or math.ceil(min(size, num_rows) / one_pass)
+    steps = math.ceil(min(size, num_rows) / one_pass)
     needed = math.ceil(size / num_processes)
     usual = TrainConfig.model_fields["per_device_train_batch_size"].default
     if at_once > needed and at_once != usual:
@@ -310,6 +308,36 @@ def _resolve_batch(
             f"global_batch_size={size}: {num_processes} processes need {num_processes} or more"
         )
     return config.resolved(global_batch_size=size, gradient_accumulation_steps=None), steps
+
+
+def _warn_of_idle_keys(config: TrainConfig, num_steps: int) -> None:
+    """Warn of keys that were set and do nothing in this job."""
+    picks = config.load_best_model_at_end or config.early_stopping_patience
+    idle = {
+        "without lora_r: the whole model is trained": config.lora_r is None
+        and ("lora_alpha", "lora_dropout", "lora_target_modules"),
+        "with freeze": config.freeze and ("layerwise_lr_decay", "gradient_checkpointing"),
+        "without early_stopping_patience": not config.early_stopping_patience
+        and ("early_stopping_threshold",),
+        "without load_best_model_at_end or early_stopping_patience": not picks
+        and ("metric_for_best_model", "greater_is_better"),
+        "with lr_scaling: none": config.lr_scaling == "none" and ("lr_reference_batch_size",),
+        "but in a multi_label_classification": "multi" not in config.problem_type
+        and ("label_separator",),
+        "without push_to_hub": not config.push_to_hub and ("hub_model_id", "hub_private_repo"),
+        "with lr_scheduler_type: constant (constant_with_warmup heeds it)": (
+            config.lr_scheduler_type == "constant" and ("warmup_steps",)
+        ),
+    }
+    for where, keys in idle.items():
+        for key in keys or ():
+            if getattr(config, key) != TrainConfig.model_fields[key].default:
+                logger.warning("%s has no effect %s", key, where)
+    if 1 <= num_steps <= config.warmup_steps:
+        logger.warning(
+            "warmup_steps=%g: the run has %d updates, and never comes to its learning_rate",
+            config.warmup_steps, num_steps,
+        )  # fmt: skip
 
 
 def is_finished(run: Run) -> bool:

@@ -89,6 +89,9 @@ def evaluate(
     logits = predict_split(accelerator, model, loader, len(split), before_batch)
     from accel_ft.metrics import score  # `import evaluate` is slow to come
 
+    sick = int((~np.isfinite(logits).all(axis=1)).sum())
+    if sick and accelerator.is_main_process:
+        logger.warning("%s: the logits of %d rows are no numbers", split.store.name, sick)
     labels = split.labels(np.arange(len(split), dtype=np.int64))
     return score(logits, labels, label_names, thresholds), logits
 

@@ -25,7 +25,7 @@ from accel_ft.data.loader import Batch, Batches, make_loader
 from accel_ft.data.plan import Plan
 from accel_ft.data.splits import Split, Splits
 from accel_ft.engine.evaluation import evaluate, predict_split, write_predictions
-from accel_ft.errors import Preempted
+from accel_ft.errors import Preempted, UserError
 from accel_ft.model import adapters
 from accel_ft.runtime.logging import EventLog, progress_bar
 from accel_ft.runtime.memory import peak_memory
@@ -205,9 +205,9 @@ class Run:
             )  # fmt: skip
         self.passed_over |= set(saved["passed_over"])
         if self.best is not None:
-            is_here = self.best["step"] == self.step or self._best_folder().is_dir()
-            is_gone = self._protected_step is not None and not is_here
-            what = "whose checkpoint is gone" if is_gone else ""
+            is_needed = self._protected_step not in (None, self.step)  # or it was just loaded
+            is_lost = is_needed and not state.is_sound(self.watch, self._best_folder())
+            what = "whose checkpoint is gone or damaged" if is_lost else ""
             rows = self.splits.validation.fingerprint()
             if saved.get("validation_data", rows) != rows:
                 what = "on other validation rows"
@@ -319,8 +319,9 @@ class Run:
         self.eval_is_due = False
         metric, ahead = self.config.best_metric, math.inf
         value = self.watch.tell(self.config.best_value(scores))[0]  # to the last bit on all ranks
-        if not math.isfinite(value):
-            ahead = -math.inf
+        assert self.logits is not None
+        if not (math.isfinite(value) and np.isfinite(self.logits).all()):
+            ahead = -math.inf  # of numbers that are none, the largest is the first label's
         elif self.best is not None:
             ahead = (value - self.best["value"]) * (1 if self.config.takes_highest else -1)
         self.num_worse = 0 if ahead > self.config.early_stopping_threshold else self.num_worse + 1
@@ -333,8 +334,12 @@ class Run:
             )  # fmt: skip
         return ahead > 0 and self.config.load_best_model_at_end
 
-    def _measure(self, name: str, loader: Any, split: Split) -> dict[str, Any]:
-        """Evaluate a split, write it as event `name`, keep the time out of the training speed."""
+    def _measure(self, name: str, loader: Any, split: Split, **about: int) -> dict[str, Any]:
+        """Evaluate a split, write it as event `name`, keep the time out of the training speed.
+
+        Args:
+            about: `model_step`, of the model where it is not the newest one.
+        """
         started = time.monotonic()
         names = self.splits.label_names
         scores, self.logits = evaluate(
@@ -346,10 +351,12 @@ class Run:
         values = {f"{name}_{key}": value for key, value in scores.items()}
         epoch = self.step / self.plan.steps_per_epoch
         self.events.write(
-            name, step=self.step, epoch=epoch, **values, **{f"{name}_seconds": round(seconds, 3)}
-        )
+            name, step=self.step, epoch=epoch, **about, **values,
+            **{f"{name}_seconds": round(seconds, 3)},
+        )  # fmt: skip
         shown = ", ".join(f"{k} {v:.4f}" for k, v in scores.items() if isinstance(v, float))
-        logger.info("%s after update %d: %s (%d rows)", name, self.step, shown, len(split))
+        step = about.get("model_step", self.step)
+        logger.info("%s after update %d: %s (%d rows)", name, step, shown, len(split))
         return scores
 
     def settle(self) -> None:
@@ -421,13 +428,19 @@ class Run:
 
         logits, names = self._predict_validation(model_step), self.splits.label_names
         labels = self.splits.validation.labels(np.arange(len(logits), dtype=np.int64))
+        if not np.isfinite(logits).all():
+            raise UserError(
+                f"the model of update {model_step} returns no numbers (NaN or infinite logits); "
+                "no model/ is written. Fix: a lower learning_rate, more warmup_steps, or "
+                "load_best_model_at_end"
+            )
         if self.config.problem_type == "multi_label_classification":
             self.thresholds = best_thresholds(logits, labels)
             self._plain_model().config.thresholds = self.thresholds.tolist()
         scores = score(logits, labels, names, self.thresholds)
         self.watch.stage("save", can_save=True)
         self._export(self.output_dir / "model")
-        self._leave_predictions(logits)
+        self._leave_predictions(logits, model_step)
         self.events.write(
             "end",
             step=self.step,
@@ -445,7 +458,7 @@ class Run:
         num_samples, loader = len(self.splits.validation), self.validation_loader
         return predict_split(self.accelerator, self.model, loader, num_samples, self._check_stop)
 
-    def _leave_predictions(self, logits: NDArray[np.float32]) -> None:
+    def _leave_predictions(self, logits: NDArray[np.float32], model_step: int) -> None:
         """Measure the final model on the test rows, and write down its predictions of these; where
         there are none, those of the validation rows. Collective.
         """
@@ -453,7 +466,7 @@ class Run:
         if self.test_loader is not None and self.splits.test is not None:
             name, split = "test", self.splits.test
             self.watch.stage("eval", can_save=True)
-            self._measure("test", self.test_loader, split)
+            self._measure("test", self.test_loader, split, model_step=model_step)
             assert self.logits is not None
             logits = self.logits
         with state.together(self.watch, self.output_dir / "predictions"):

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,8 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
         if "matrix" in about:
             drawn = figures.confusion(about["matrix"], record.label_names)
             pictures[f"confusion_{number}"] = drawn
+            about["labels"] = record.label_names
+            about["has_table"] = len(record.label_names) <= figures.TICKS_AT_MOST
         if "calibration" in about:
             pictures[f"reliability_{number}"] = figures.reliability(*about["calibration"])
         if "values" in about:
@@ -57,7 +60,9 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
     images = {}
     for name, figure in pictures.items():
         file = io.BytesIO()
-        figure.savefig(file, format="png", dpi=DPI)
+        with warnings.catch_warnings():  # a font without a label's letters: the page has them
+            warnings.filterwarnings("ignore", "Glyph")
+            figure.savefig(file, format="png", dpi=DPI)
         (output / "report" / f"{name}.png").write_bytes(file.getvalue())
         images[name] = base64.b64encode(file.getvalue()).decode()
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
@@ -73,12 +78,15 @@ def _about(record: Record) -> dict[str, Any]:
     """What the page says of one run."""
     end = record.of("end")
     scores, split = results(record.events)
+    state = f"ended at update {end[-1]['step']}" if end else "has not ended"
+    if end and end[-1]["model_step"] != end[-1]["step"]:
+        state += f", the model is that of update {end[-1]['model_step']}"
     about: dict[str, Any] = {
         "name": record.name,
         "rows": split,
         "tuned": " (which thresholds are tuned on)"
         * ("thresholds" in record.predictions and split == "validation"),
-        "state": f"ended at update {end[-1]['step']}" if end else "has not ended",
+        "state": state,
         "scores": scores,
         "settings": {k: v for k, v in record.settings.items() if v not in (None, (), [])},
         "receipt": {

@@ -71,10 +71,18 @@ def model_card(
     labels = ", ".join(" ".join(name.split()) for name in label_names)
     place, longest = settings.get("hub_model_id") or ".", settings.get("max_seq_length")
     cut = f", truncation=True, max_length={longest}" if longest else ", truncation=True"
+    told = ""
+    if "multi_label" in settings.get("problem_type", ""):
+        cut += ", top_k=None"
+        told = (
+            "\nEach label has a score of its own; it counts from its value in `thresholds` of "
+            "config.json, from 0.5 where there is none.\n"
+        )
     return (
         f"---\n{about.to_yaml()}\n---\n\n# Text classifier\n\nLabels: {labels}.\n\n"
         "```python\nfrom transformers import pipeline\n\n"
         f'classify = pipeline("text-classification", model="{place}"{cut})\n```\n'
+        + told
         + evaluation
         + training
     )

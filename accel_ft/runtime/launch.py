@@ -215,12 +215,12 @@ def _refuse_impossible(request: Request, has_device: bool) -> None:
             f"{asked} asks for FSDP1 on the CPU, where saving its full state crashes the process. "
             "Fix: fsdp_version: 2 in fsdp_config, as in accelerate_configs/cpu_fsdp2.yaml"
         )
-    eager = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() in ("true", "1")
-    if request.distributed_type == "FSDP" and os.environ.get("FSDP_VERSION") == "2" and eager:
+    if request.distributed_type == "FSDP" and os.environ.get("FSDP_VERSION") == "2":
+        _refuse_for_fsdp2(asked, on_cpu)
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
         raise LaunchError(
-            f"{asked} asks for fsdp_cpu_ram_efficient_loading (accelerate's default), under which "
-            "a new head is trained on rank 0 alone. Fix: fsdp_cpu_ram_efficient_loading: false in "
-            "fsdp_config, as in accelerate_configs/"
+            f"{asked} asks for a parallelism_config, which accel_ft does not train under: its "
+            "ranks would read other rows than the plan's. Fix: leave it out"
         )
     if request.distributed_type not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP"):
         raise LaunchError(
@@ -235,4 +235,30 @@ def _refuse_impossible(request: Request, has_device: bool) -> None:
         raise LaunchError(
             f"{asked} asks for mixed_precision: fp16, which is silently switched off on the CPU. "
             "Allowed there: no, bf16. Fix: --mixed_precision bf16"
+        )
+
+
+def _refuse_for_fsdp2(asked: str, on_cpu: bool) -> None:
+    def value(key: str, default: str) -> str:
+        return os.environ.get(f"FSDP_{key}", default).lower()
+
+    if value("CPU_RAM_EFFICIENT_LOADING", "false") in ("true", "1"):
+        raise LaunchError(
+            f"{asked} asks for fsdp_cpu_ram_efficient_loading (accelerate's default), under which "
+            "a new head is trained on rank 0 alone. Fix: fsdp_cpu_ram_efficient_loading: false in "
+            "fsdp_config, as in accelerate_configs/"
+        )
+    if (sharding := value("SHARDING_STRATEGY", "full_shard")) not in ("full_shard", "1"):
+        raise LaunchError(
+            f"{asked} asks for fsdp_sharding_strategy: {sharding.upper()}, which FSDP2 does not "
+            "heed. Fix: leave it out; fsdp_reshard_after_forward: false is its SHARD_GRAD_OP"
+        )
+    if value("AUTO_WRAP_POLICY", "") == "size_based_wrap":
+        raise LaunchError(
+            f"{asked} asks for fsdp_auto_wrap_policy: SIZE_BASED_WRAP, which FSDP2 cannot do with "
+            "lists of layers. Fix: TRANSFORMER_BASED_WRAP"
+        )
+    if on_cpu and value("OFFLOAD_PARAMS", "false") in ("true", "1"):
+        raise LaunchError(
+            f"{asked} asks for fsdp_offload_params on the CPU, where they are. Fix: false"
         )

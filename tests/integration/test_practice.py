@@ -113,6 +113,7 @@ def test_rows_that_change_beside_a_run(
 
     rows, held_out = (write_rows(tmp_path / f"{n}.csv", n, seed=n) for n in (40, 30))
     words = [*words[:2], *words[8:], "--train_file", str(rows), "--load_best_model_at_end"]
+    words += ["--max_eval_samples", "3"]
     finish = Run.finish
 
     def change(run: Run) -> None:
@@ -131,7 +132,7 @@ def test_rows_that_change_beside_a_run(
         assert "some may have been trained on" in caplog.text
         caplog.clear()
         write_rows(rows, 40, seed=40)
-        for more in ([], ["--max_eval_samples", "2"]):
+        for more in ([], ["--max_eval_samples", "2"], ["--max_eval_samples", "none"]):
             evaluate.main(["--checkpoint", str(tmp_path / "run"), *more])
             assert "trained on" not in caplog.text
         words += ["--output_dir", str(tmp_path / "b"), "--validation_file"]

@@ -10,7 +10,7 @@ from conftest import LATEST, cut_off, events_of, run_hash, stopped_at
 from accel_ft import train
 from accel_ft.config import TrainConfig
 from accel_ft.data.splits import load_splits
-from accel_ft.errors import ConfigError
+from accel_ft.errors import ConfigError, UserError
 from accel_ft.model import load
 
 
@@ -104,6 +104,51 @@ def test_the_best_goes_along_to_another_folder(words: list[str], tmp_path: Path)
     train.main([*words, *again, "--resume_from_checkpoint", str(checkpoint)])
     assert events_of(tmp_path / "again")[-1]["model_step"] == best
     assert run_hash(tmp_path / "again")["model"] == whole["model"]
+
+
+def test_a_model_that_returns_no_numbers_is_never_the_best(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The largest of four NaN is the first label, whose share would be its accuracy."""
+    words += ["--max_steps", "2", "--eval_steps", "1", "--learning_rate", "1e36"]
+    words += ["--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", "1"]
+    words += ["--metric_for_best_model", "accuracy", "--seed", "0"]
+    first = ["--validation_file", str(tmp_path / "first.csv")]
+    lines = Path(words[words.index("--train_file") + 1]).read_text().splitlines()
+    kept = [lines[0], *(line for line in lines if line.endswith("Business"))]  # the first by name
+    Path(first[1]).write_text("\n".join(kept))
+    train.main([*words, *first, "--load_best_model_at_end"])
+    events = events_of(tmp_path / "run")
+    assert [e["eval_accuracy"] == 1 for e in events if e["event"] == "eval"] == [False, True]
+    assert events[-1]["model_step"] == 1
+    assert f"the logits of {len(kept) - 1} rows are no numbers" in capsys.readouterr().err
+    other = ["--output_dir", str(tmp_path / "other")]
+    with pytest.raises(UserError, match="the model of update 2 returns no numbers"):
+        train.main([*words, *first, *other])
+    assert not (tmp_path / "other/model").exists()
+
+
+def test_a_damaged_best_checkpoint_is_told_at_the_resume(
+    words: list[str], tmp_path: Path, odd_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Then what is best from there on is kept, and not lost to one that cannot be loaded."""
+    words += ["--load_best_model_at_end", "--eval_steps", "2", "--save_steps", "3"]
+    words += ["--metric_for_best_model", "loss", "--greater_is_better", "true"]
+    words += ["--test_file", str(odd_file)]
+    with pytest.raises(RuntimeError):
+        stopped_at(7, words)
+    weights = tmp_path / "run/checkpoints/step_00000002/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    train.main([*words, *LATEST])
+    told = capsys.readouterr().err
+    assert "step_00000002: model.safetensors is damaged" in told
+    assert "best was that whose checkpoint is gone or damaged: best starts anew" in told
+    events = events_of(tmp_path / "run")
+    losses = {e["step"]: e["eval_loss"] for e in events if e["event"] == "eval" and e["step"] > 6}
+    best = max(losses, key=losses.get)
+    assert best < 12  # else it would show nothing
+    assert [e["model_step"] for e in events if e["event"] in ("test", "end")] == [best, best]
+    assert f"test after update {best}: " in told
 
 
 # Imbalance

@@ -87,6 +87,33 @@ def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         launch._refuse_impossible(request, has_device=True)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("FSDP_SHARDING_STRATEGY", "SHARD_GRAD_OP", "which FSDP2 does not heed. Fix: leave it out"),
+        ("FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP", "Fix: TRANSFORMER_BASED_WRAP"),
+        ("FSDP_OFFLOAD_PARAMS", "true", "fsdp_offload_params on the CPU"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "asks for a parallelism_config"),
+    ],
+)
+def test_what_would_be_passed_over_is_refused(
+    key: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accelerate hands it to the ranks in the environment, and FSDP2 takes no notice, or fails deep inside."""
+    request = launch.Request("fsdp2.yaml", 2, True, "FSDP", "no")
+    sound = {
+        "FSDP_VERSION": "2",
+        "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+        "FSDP_OFFLOAD_PARAMS": "false",
+    }
+    for name, each in sound.items():
+        monkeypatch.setenv(name, each)
+    launch._refuse_impossible(request, has_device=False)
+    monkeypatch.setenv(key, value)
+    with pytest.raises(LaunchError, match=message):
+        launch._refuse_impossible(request, has_device=False)
+
+
 @pytest.mark.filterwarnings("ignore:FSDP is switching", "ignore::FutureWarning")
 def test_a_new_fsdp1_has_moments_to_load_into(tmp_path: Path) -> None:
     """What it has none for yet it leaves out of what it loads, without a word."""

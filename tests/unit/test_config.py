@@ -273,3 +273,50 @@ def test_predict_needs_one_source() -> None:
         parse(PredictConfig, ["--checkpoint", "x"], "predict")
     with pytest.raises(ConfigError, match="checkpoint: is needed. Fix: --checkpoint TEXT"):
         parse(PredictConfig, ["--text", "x"], "predict")
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"lora_alpha": 32}, "lora_alpha has no effect without lora_r: the whole model is trained"),
+        ({"lora_alpha": 32, "lora_r": 8}, None),
+        (
+            {"freeze": "encoder", "layerwise_lr_decay": 0.5},
+            "layerwise_lr_decay has no effect with freeze",
+        ),
+        ({"early_stopping_threshold": 0.1}, "has no effect without early_stopping_patience"),
+        (
+            {"metric_for_best_model": "loss"},
+            "has no effect without load_best_model_at_end or early",
+        ),
+        ({"metric_for_best_model": "loss", "early_stopping_patience": 2}, None),
+        ({"lr_reference_batch_size": 64}, "has no effect with lr_scaling: none"),
+        ({"label_separator": ";"}, "has no effect but in a multi_label_classification"),
+        ({"hub_private_repo": True}, "has no effect without push_to_hub"),
+        (
+            {"lr_scheduler_type": "constant", "warmup_steps": 4},
+            "constant (constant_with_warmup heeds",
+        ),
+        ({"lr_scheduler_type": "constant"}, None),
+        ({"warmup_steps": 100}, "the run has 100 updates, and never comes to its learning_rate"),
+        ({"warmup_steps": 99}, None),
+    ],
+)
+def test_keys_without_effect_are_told(
+    settings: dict[str, object], told: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    from accel_ft.engine.build import _warn_of_idle_keys
+
+    _warn_of_idle_keys(TrainConfig(**settings), 100)
+    assert [told in record.getMessage() for record in caplog.records] == [True] * bool(told)
+
+
+def test_few_rows_take_few_passes_however_the_batch_is_given() -> None:
+    """config.yaml holds the global batch alone: it must come to the same micro-batches."""
+    from accel_ft.engine.build import _resolve_batch
+
+    given = TrainConfig(gradient_accumulation_steps=4, per_device_train_batch_size=2)
+    resolved, steps = _resolve_batch(given, 1, 5)
+    assert (resolved.global_batch_size, steps) == (8, 3)
+    assert _resolve_batch(resolved, 1, 5) == (resolved, 3)
+    assert _resolve_batch(given, 1, 50)[1] == 4

@@ -432,6 +432,9 @@ def test_gradient_norms() -> None:
     caught(learning.gradient_norms(model), "no parameter has a gradient")
     loss_of(model, ROWS[:8]).backward()
     well(learning.gradient_norms(model))
+    model[2].requires_grad_(False)
+    assert "; 2 are frozen, the last one 2.bias" in learning.gradient_norms(model).measured
+    model[2].requires_grad_(True)
     model[0].weight.grad.zero_()
     caught(learning.gradient_norms(model), "zero: 0.weight")
     model[2].bias.grad.fill_(math.inf)
@@ -583,6 +586,8 @@ def test_no_number_is_never_well() -> None:
 
     caught(accumulation.accumulated_gradient(model, nan, sound))
     caught(accumulation.accumulated_gradient(model, nan, nan))
+    nothing = accumulation.accumulated_gradient(model, lambda: None, lambda: None)
+    caught(nothing, "the whole batch leaves no gradient")
     caught(curve.same_curve([(1.0, math.nan)], [(1.0, 2.0)]), "update 1")
     well(curve.same_curve([(1.0, 2.0)], [(1.0, 2.0)]))
 
@@ -625,6 +630,25 @@ def test_loops_of_others() -> None:
                     loss_of(each, ROWS[:4]).backward()
                     optimizer.step()
         assert events.count("left") == 2 * forgets
+    for forgets in (False, True):  # an adversarial pair: the one's loss goes through the other
+        made, judge = nn.Linear(2, 2), small_model()
+        theirs, its = (torch.optim.SGD(each.parameters(), 0.1) for each in (made, judge))
+        with accumulation.recording() as events:
+            for _ in range(3):
+                if not forgets:
+                    its.zero_grad()
+                fake = made(ROWS[:4][0])
+                loss_of(judge, (fake.detach(), ROWS[:4][1])).backward()
+                its.step()
+                theirs.zero_grad()
+                loss_of(judge, (fake, ROWS[:4][1])).backward()
+                theirs.step()
+        assert events.count("left") == 2 * forgets
+    closed = torch.optim.LBFGS(model.parameters())
+    with accumulation.recording() as events:
+        for _ in range(3):
+            closed.step(lambda: loss_of(model, ROWS[:4]))
+    assert accumulation.accumulation_calls(events, 1).verdict == "SKIP"
     scaler = torch.amp.GradScaler("cpu")
     with accumulation.recording() as events:
         for _ in range(3):

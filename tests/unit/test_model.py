@@ -289,7 +289,10 @@ def test_a_card_names_the_hub_only_for_what_is_there(
     many = {"problem_type": "multi_label_classification"}
     tuned = "on the validation rows, on which the thresholds are tuned"
     assert tuned in model_card(["no", "yes"], many, {"f1_macro": 0.5}, "validation")
-    assert "are tuned" not in model_card(["no", "yes"], many, {"f1_macro": 0.5}, "test")
+    card = model_card(["no", "yes"], many, {"f1_macro": 0.5}, "test")
+    assert "are tuned" not in card
+    assert "truncation=True, top_k=None)" in card
+    assert "it counts from its value in `thresholds` of config.json" in card
     mine = hub | {"test_file": "my/rows.csv"}  # measured on rows that are not the data set's
     card = model_card(["no", "yes"], mine, {"accuracy": 0.5}, "test")
     assert "type: custom" in card
