@@ -42,6 +42,9 @@ ELSEWHERE = dict.fromkeys(LAUNCH_OPTIONS, "It is one of `accelerate launch`, bef
     "fp16": "Fix: --mixed_precision fp16 before -m, or accelerate's YAML",
     "torch_compile": "Fix: --dynamo_backend inductor before -m, or accelerate's YAML",
     "eval_strategy": "Fix: eval_steps; left out, it is each epoch",
+    "evaluation_strategy": "Fix: eval_steps; left out, it is each epoch",
+    "overwrite_output_dir": "Fix: another output_dir, or resume_from_checkpoint: latest",
+    "auto_find_batch_size": "Fix: per_device_train_batch_size: auto",
     "save_strategy": "Fix: save_steps",
     "logging_strategy": "Fix: logging_steps",
     "warmup_ratio": "Fix: warmup_steps below 1 is a share of all updates",
@@ -109,6 +112,7 @@ class Config(BaseModel):
         """`~` is the home folder; an empty variable of the shell is no folder."""
         key = str(info.field_name)
         is_path = "FILE" in type_name(cls.model_fields[key].annotation).split("|")
+        value = os.fspath(value) if isinstance(value, os.PathLike) else value
         if not isinstance(value, str) or not (is_path or key in MAYBE_PATHS):
             return value
         if value == "" and is_path:
@@ -122,6 +126,14 @@ class Config(BaseModel):
     def _fault(self, words: str, *keys: str) -> Fault:
         """A fault of `keys`, told with the value of the first one."""
         return keys, f"{keys[0]}={getattr(self, keys[0])}: {words}"
+
+    def _to_write(self, key: str) -> Iterator[Fault]:
+        """A file that is to be written: its folder is there."""
+        path = Path(getattr(self, key) or "-")
+        if path.is_dir():
+            yield self._fault("is a folder. Fix: a file in it", key)
+        elif not path.parent.is_dir():
+            yield self._fault(f"there is no folder {path.parent}", key)
 
     def _either(self, one: str, other: str, fix: str = "keep one of the two") -> Iterator[Fault]:
         if getattr(self, one) is not None and getattr(self, other) is not None:
@@ -382,6 +394,11 @@ class TrainConfig(HubConfig, DataConfig):
                 yield self._fault(words, key, "problem_type")
         if self.output_dir.is_file():
             yield self._fault("is a file. Fix: another name", "output_dir")
+        place = Path(self.resume_from_checkpoint or "latest")
+        if str(place) != "latest" and not place.is_dir():
+            there = [path.name for path in place.parent.glob("*")] + ["latest"]
+            words = f"there is no such folder.{nearest(place.name, there)} Allowed: latest|FOLDER"
+            yield self._fault(words, "resume_from_checkpoint")
         yield from self._either("freeze", "lora_r")
         yield from self._either("oversampling", "class_weights")
         has_rows = self.train_file is not None or self.dataset_name is not None
@@ -399,6 +416,11 @@ with warnings.catch_warnings():
 
         json: Path | None = None  # type: ignore[assignment]
         """Write the findings to this JSON file."""
+
+        def rules(self) -> Iterator[Fault]:
+            """The findings can be written."""
+            yield from super().rules()
+            yield from self._to_write("json")
 
 
 class EvaluateConfig(DataConfig):
@@ -418,6 +440,7 @@ class EvaluateConfig(DataConfig):
     def rules(self) -> Iterator[Fault]:
         """The metrics are not to replace the rows."""
         yield from super().rules()
+        yield from self._to_write("output")
         files = (self.train_file, self.validation_file, self.test_file)
         if self.output is not None and self.output.resolve() in [f and f.resolve() for f in files]:
             yield self._fault("is a file of rows. Fix: another file", "output")
@@ -486,6 +509,7 @@ class PredictConfig(Config):
     def rules(self) -> Iterator[Fault]:
         """Exactly one source of texts, and it exists."""
         yield from super().rules()
+        yield from self._to_write("output")
         if (self.input is None) == (self.text is None):
             yield (
                 ("input", "text"),
@@ -609,7 +633,9 @@ def checked(
                 listed.append(f"{key}: is needed. Fix: --{key} {type_name(fields[key].annotation)}")
             else:
                 allowed = type_name(fields[key].annotation)
-                listed.append(f"{key}={item['input']}{where}: {item['msg']}. Allowed: {allowed}")
+                is_path = item["type"] == "path_not_file"
+                words = "there is no such file" if is_path else item["msg"]
+                listed.append(f"{key}={item['input']}{where}: {words}. Allowed: {allowed}")
         # For what is wrong between the others; what is missing is a text or an existing file.
         sound = {key: value for key, value in values.items() if key not in faulty}
         required = {key: __file__ for key, field in fields.items() if field.is_required()}

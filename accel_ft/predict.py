@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import re
 import shutil
@@ -19,6 +20,8 @@ from typing import Any
 
 from accel_ft.config import DATA_FILE_SUFFIXES, PredictConfig, parse, run_settings
 from accel_ft.errors import ConfigError, DataError, run_command
+
+logger = logging.getLogger("accel_ft.predict")  # run with -m, its name is __main__
 
 Text = str | tuple[str, str]  # or a pair of texts
 CHUNK_ROWS = 2048  # read, sorted by length, labelled and written at a time: what bounds the memory
@@ -35,6 +38,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     accelerator = make_accelerator()
     setup_logging(accelerator.process_index)
+    run = run_settings({"checkpoint": config.checkpoint})
+    is_pair = config.text_pair is not None or config.text_pair_column is not None
+    if is_pair and is_main and run and run.get("text_pair_column") is None:
+        logger.warning("%s was trained on single texts, not on pairs", config.checkpoint)
     predictor = Predictor(config, accelerator)
     output: Any
     with _open_output(config.output) if is_main else nullcontext() as output:

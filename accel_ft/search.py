@@ -175,6 +175,8 @@ def _check_space(config: SearchConfig, settings: dict[str, Any], space: dict[str
             faults.append(f"{key}: cannot be varied.{nearest(key, known)}")
             continue
         try:
+            if not isinstance(values, list | dict):
+                raise TypeError("one value")
             _suggest(trial, key, values)
             for value in values if isinstance(values, list) else (values["low"], values["high"]):
                 checked(TrainConfig, fixed | {key: value})

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from accel_ft.config import METRICS, TrainConfig, parse, settings_to_reproduce
@@ -155,13 +156,13 @@ def _say_farewell(config: TrainConfig, events: list[dict[str, Any]]) -> None:
     if not model.is_dir():
         logger.warning(
             "%s is gone; accel_ft.export --checkpoint %s --output %s makes it from the newest "
-            "checkpoint", model, config.output_dir, model,
+            "checkpoint", model, quote(str(config.output_dir)), quote(str(model)),
         )  # fmt: skip
         return
     print(f"model: {model}")
     if report.exists():
         print(f"report: {report}")
-    print(f'predict: python -m accel_ft.predict --checkpoint {model} --text "..."')
+    print(f'predict: python -m accel_ft.predict --checkpoint {quote(str(model))} --text "..."')
     if config.push_to_hub:
         from accel_ft.runtime.card import push
 

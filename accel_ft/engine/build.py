@@ -387,6 +387,11 @@ def start_or_resume(run: Run) -> None:
             _check_receipt(run)
         run.resume(folder)
         logger.info("resumed from %s: %d of %d updates done", folder, run.step, run.num_steps)
+        if run.step > run.num_steps:
+            logger.warning(
+                "it was trained for more updates than are asked for (num_train_epochs, max_steps): "
+                "nothing is trained, its model is left as it is"
+            )
     elif has_ended:
         raise CheckpointError(
             f"{run.output_dir}: holds a finished run, whose checkpoints are gone: it cannot go on. "

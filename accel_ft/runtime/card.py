@@ -1,5 +1,6 @@
 """The model card: README.md beside a model, as the Hub reads it; and the way to the Hub."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,11 @@ def require_repo(repo_id: str, private: bool) -> str:
     try:
         return str(HfApi().create_repo(repo_id, private=private, exist_ok=True).repo_id)
     except Exception as error:  # no token, no right, no network, ...
+        # By name: which HTTP library the Hub's uses has changed before.
+        is_away = re.search("Connect|Timeout|Offline", type(error).__name__)
+        what = "cannot be reached" if is_away else "refuses"
         raise ConfigError(
-            f"hub_model_id={repo_id}: the Hub refuses: {first_line(error)}. "
+            f"hub_model_id={repo_id}: the Hub {what}: {first_line(error)}. "
             "Fix: `hf auth login`, or HF_TOKEN; or push_to_hub: false"
         ) from error
 

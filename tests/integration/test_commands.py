@@ -130,6 +130,16 @@ def test_faults_end_with_one_message(
         ("predict", ["--checkpoint", "TINY", "--input", "no.csv"], "there is no such file"),
         (
             "predict",
+            ["--checkpoint", "TINY", "--text", "a", "--output", "no/a.jsonl"],
+            "output=no/a.jsonl: there is no folder no",
+        ),
+        (
+            "evaluate",
+            ["--checkpoint", "TINY", "--test_file", "ROWS", "--output", "/"],
+            "output=/: is a folder. Fix: a file in it",
+        ),
+        (
+            "predict",
             ["--checkpoint", "TINY", "--input", "ROWS", "--text_column", "txt"],
             "no such column in",
         ),

@@ -302,6 +302,22 @@ def test_folders_that_are_nearly_checkpoints(words: list[str], tmp_path: Path) -
         train.main([*again, "--resume_from_checkpoint", str(tmp_path / "run")])
 
 
+def test_a_resume_that_trains_nothing_says_so(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pair of texts for a model of single ones, too."""
+    from accel_ft import predict
+
+    train.main([*words, "--max_steps", "4"])
+    longer = ["--resume_from_checkpoint", str(tmp_path / "run/checkpoints/step_00000004")]
+    train.main([*words, "--max_steps", "2", "--output_dir", str(tmp_path / "new run"), *longer])
+    done = capsys.readouterr()
+    assert "trained for more updates than are asked for" in done.err
+    assert f"--checkpoint '{tmp_path}/new run/model' --text" in done.out  # as a shell takes it
+    predict.main(["--checkpoint", str(tmp_path / "run"), "--text", "a", "--text_pair", "b"])
+    assert "run was trained on single texts, not on pairs" in capsys.readouterr().err
+
+
 # From Python
 
 

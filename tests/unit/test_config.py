@@ -135,6 +135,22 @@ def test_rules_between_keys(tmp_path: Path) -> None:
     assert "unknown format. Allowed: .csv" in fault("--train_file", str(tmp_path / "rows.xls"))
     assert "it is a folder" in fault("--train_file", str(tmp_path))
     assert "Did you mean `rows.csv`?" in fault("--train_file", str(tmp_path / "row.csv"))
+    assert "it is a folder. Allowed" not in fault("--train_file", str(tmp_path))  # itself
+    gone = fault("--resume_from_checkpoint", "true")  # as the Trainer's resume_from_checkpoint
+    assert gone == "resume_from_checkpoint=true: there is no such folder. Allowed: latest|FOLDER"
+    (tmp_path / "step_00000010").mkdir()
+    gone = fault("--resume_from_checkpoint", str(tmp_path / "step_00000001"))
+    assert "there is no such folder. Did you mean `step_00000010`?" in gone
+
+
+def test_paths_from_python_have_a_home_too() -> None:
+    """Else a folder named `~` is made, which nobody removes without fear."""
+    assert TrainConfig(output_dir=Path("~/a b")).output_dir == Path.home() / "a b"
+
+
+def test_a_job_to_search_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="job=no.yaml: there is no such file. Allowed: FILE"):
+        parse(SearchConfig, ["--job", "no.yaml", "--space", __file__], "search")
 
 
 def test_loose_words_are_refused() -> None:

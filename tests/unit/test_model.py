@@ -328,7 +328,7 @@ def test_a_refusal_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             raise TimeoutError
 
     monkeypatch.setattr(card, "HfApi", Silent)
-    with pytest.raises(ConfigError, match=r"the Hub refuses: TimeoutError\(\)"):
+    with pytest.raises(ConfigError, match=r"the Hub cannot be reached: TimeoutError\(\)"):
         card.require_repo("a/b", private=False)
 
 
