@@ -76,6 +76,8 @@ def export(
             model_config.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
         settings = run_settings({"checkpoint": checkpoint}) | {"hub_model_id": repo_id}
+        if settings.get("problem_type") is None and model_config.problem_type is not None:
+            settings["problem_type"] = model_config.problem_type
         run = run_folder(checkpoint)
         ended = run is not None and Path(folder).resolve() == run / "model"  # no checkpoint's
         events = read_events(run / "metrics.jsonl") if run is not None and ended else []

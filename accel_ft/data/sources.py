@@ -63,6 +63,10 @@ class Source:
         except OSError:
             return False
 
+    def row_numbers(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where rows stand in the file or data set, from 0; ids count those with a label."""
+        return ids if self.numbers is None else self.numbers[ids]
+
     def rows(self, config: DataConfig) -> Iterator[Row]:
         """Yield place, text (or pair of texts) and label of every row.
 

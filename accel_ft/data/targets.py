@@ -82,7 +82,7 @@ def targets(store: TokenStore, names: list[str], config: DataConfig) -> NDArray[
             f"{place}: label {label!r} is none of these.{nearest(label, id_of)}"
             for place, label in faults[:FAULTS_SHOWN]
         ]
-        if all(_number(label) and not INTEGER.fullmatch(label) for _, label in faults):
+        if all(map(_number, names)) and not all(float(name).is_integer() for name in names):
             shown.append("Numbers to predict? Fix: --problem_type regression")
         shown += [f"... and {more} more"] * (more > 0)
         raise DataError("\n  ".join([f"{store.name}: unknown labels. Allowed: {allowed}", *shown]))

@@ -11,6 +11,7 @@ A store holds, for n rows and N tokens in all:
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -35,11 +36,12 @@ logger = logging.getLogger(__name__)
 
 FORGOTTEN_SECONDS = 24 * 3600
 
-STORE_VERSION = 5  # of the layout above; part of the key
+STORE_VERSION = 4  # of the layout above; part of the key
 KEYS = {
     "text_column", "text_pair_column", "label_column", "problem_type", "label_separator",
     "max_seq_length",
 }  # fmt: skip
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 ROWS_AT_ONCE = 1000  # a fast tokenizer spreads each call over the cores
 
 
@@ -123,6 +125,18 @@ def tokenize(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
             logger.warning("%s: damaged token cache, made anew (%s)", folder, error)
             shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
     logger.info("tokenising %s", source.name)
+    try:
+        return _make_store(folder, source, config, tokenizer)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        raise DataError(  # its disk need not be that of output_dir
+            f"{source.name}: cannot be tokenised into {folder.parent}: {error}. "
+            "Fix: free some room there, or HF_HOME=another folder"
+        ) from error
+
+
+def _make_store(folder: Path, source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
     folder.parent.mkdir(parents=True, exist_ok=True)
     for old in folder.parent.glob(".making-*"):  # of killed processes
         with contextlib.suppress(OSError):
@@ -140,11 +154,6 @@ def tokenize(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
         except OSError:
             if not folder.is_dir():  # else another process was faster, with the same content
                 raise
-    except OSError as error:  # a full disk, which need not be that of output_dir
-        raise DataError(
-            f"{source.name}: cannot be tokenised into {folder.parent}: {error}. "
-            "Fix: free some room there, or HF_HOME=another folder"
-        ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return TokenStore(folder, source.name)
@@ -162,13 +171,21 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
         state = json.loads(backend.to_str())
         state.pop("truncation"), state.pop("padding")  # those change with each call
     else:
-        with tempfile.TemporaryDirectory() as folder:  # merges, too, in whatever files it has
-            paths = sorted(map(Path, tokenizer.save_vocabulary(folder) or ()))
-            files = [sha256(path) for path in paths]
-        state = [sorted(tokenizer.get_vocab().items()), str(tokenizer.init_kwargs), files]
+        files: list[str] = []
+        with tempfile.TemporaryDirectory() as folder, contextlib.suppress(NotImplementedError):
+            # Merges, too, in whatever files it has.
+            paths = tokenizer.save_vocabulary(folder, filename_prefix=None) or ()
+            files = [sha256(path) for path in sorted(map(Path, paths))]
+        settings = [
+            f"{key}: {value}"
+            for key, value in sorted(tokenizer.init_kwargs.items())
+            if key != "name_or_path" and not key.endswith("_file")  # where it lies
+        ]
+        state = [sorted(tokenizer.get_vocab().items()), settings, files]
     names = sorted(tokenizer.model_input_names)  # whether pairs have types
-    splits = getattr(tokenizer, "split_special_tokens", False)
-    identity = [type(tokenizer).__name__, tokenizer.truncation_side, names, splits, state]
+    identity = [type(tokenizer).__name__, tokenizer.truncation_side, names, state]
+    if getattr(tokenizer, "split_special_tokens", False):
+        identity.append("split_special_tokens")
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 

@@ -33,7 +33,7 @@ class _Recorder:
         self.depth = 0
         self.stepped: list[torch.optim.Optimizer] = []
         self.used: dict[torch.optim.Optimizer, list[tuple[Any, Any, int]]] = {}
-        self.added: set[torch.optim.Optimizer] = set()
+        self.added: dict[torch.optim.Optimizer, int] = {}
         self.schedulers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.sums_next = False
 
@@ -70,7 +70,10 @@ class _Recorder:
 
     def backward(self, *_: Any) -> None:
         """Note a backward pass, and the gradients that a step has used and nothing has cleared."""
-        self.added = {optimizer for optimizer in self.added if _gradients(optimizer)}
+        for optimizer in [each for each in self.added if not _gradients(each)]:
+            if self.added.pop(optimizer) == self.events.count(STEP):
+                self.events.append(LEFT)  # and cleared since, a micro-batch with it; else the
+                # pass was for another model's step
         self.used = {
             optimizer: [(p, p.grad, _version(p.grad)) for p in _gradients(optimizer)]
             for optimizer in self.stepped
@@ -90,7 +93,7 @@ class _Recorder:
                 for p, grad, version in used
             )
         }
-        self.added |= added
+        self.added |= dict.fromkeys(added, self.events.count(STEP))
         self.stepped = [one for one, used in self.used.items() if used and one not in added]
         self.used = {}
 
@@ -100,7 +103,7 @@ class _Recorder:
         """
         if optimizer in self.added and _gradients(optimizer):
             self.events.append(LEFT)
-        self.added.discard(optimizer)
+        self.added.pop(optimizer, None)
         self.events.append(STEP)
         self.stepped.append(optimizer)
 
@@ -191,7 +194,7 @@ def accumulation_calls(events: Sequence[str], accumulation_steps: int) -> Findin
         return failed(check, f"no step in {len(events)} calls", "call optimizer.step()")
     counts = [update.count(BACKWARD) for update in updates]
     if not any(counts):
-        return skipped(check, f"{len(updates)} steps, and no backward pass outside of step()")
+        return skipped(check, f"{events.count(STEP)} steps, no backward pass outside of step()")
     uncleared = sum(update.count(LEFT) for update in [*updates, rest])
     # a scheduler's step comes after the optimizer's: it stands in the block that follows
     schedules = max(

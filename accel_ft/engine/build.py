@@ -314,26 +314,28 @@ def _warn_of_idle_keys(config: TrainConfig, num_steps: int) -> None:
     """Warn of keys that were set and do nothing in this job."""
     picks = config.load_best_model_at_end or config.early_stopping_patience
     idle = {
-        "without lora_r: the whole model is trained": config.lora_r is None
+        "without lora_r": config.lora_r is None
         and ("lora_alpha", "lora_dropout", "lora_target_modules"),
         "with freeze": config.freeze and ("layerwise_lr_decay", "gradient_checkpointing"),
         "without early_stopping_patience": not config.early_stopping_patience
         and ("early_stopping_threshold",),
-        "without load_best_model_at_end or early_stopping_patience": not picks
+        "on the model, without load_best_model_at_end or early_stopping_patience": not picks
         and ("metric_for_best_model", "greater_is_better"),
         "with lr_scaling: none": config.lr_scaling == "none" and ("lr_reference_batch_size",),
         "but in a multi_label_classification": "multi" not in config.problem_type
         and ("label_separator",),
-        "without push_to_hub": not config.push_to_hub and ("hub_model_id", "hub_private_repo"),
+        "without push_to_hub": not config.push_to_hub and ("hub_private_repo",),
         "with lr_scheduler_type: constant (constant_with_warmup heeds it)": (
             config.lr_scheduler_type == "constant" and ("warmup_steps",)
         ),
     }
+    neutral = {"layerwise_lr_decay": 1.0, "warmup_steps": 0}  # say what runs in any case
     for where, keys in idle.items():
         for key in keys or ():
-            if getattr(config, key) != TrainConfig.model_fields[key].default:
+            default = TrainConfig.model_fields[key].default
+            if getattr(config, key) not in (default, neutral.get(key, default)):
                 logger.warning("%s has no effect %s", key, where)
-    if 1 <= num_steps <= config.warmup_steps:
+    if num_steps <= config.warmup_steps and config.lr_scheduler_type != "constant":
         logger.warning(
             "warmup_steps=%g: the run has %d updates, and never comes to its learning_rate",
             config.warmup_steps, num_steps,

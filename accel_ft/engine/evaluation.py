@@ -113,7 +113,7 @@ def write_predictions(
 
     places = np.arange(len(split), dtype=np.int64)
     labels, ids = split.labels(places), split.ids(places)
-    rows = ids if source.numbers is None else source.numbers[ids]
+    rows = source.row_numbers(ids)
     wrong, pairs = mistakes(logits, labels, label_names, thresholds)
     worst = np.argsort(-wrong, kind="stable")[: min(MISTAKES, int((wrong > 0).sum()))]
     arrays: dict[str, Any] = {} if thresholds is None else {"thresholds": thresholds}

@@ -112,7 +112,8 @@ def may_skip(run: Run) -> bool:
         run.accelerator.scaler.update()  # its step was left out
     outcome = run.outcomes.popleft()
     places, losses = _nonfinite_places(run, outcome)
-    ids = run.splits.train.ids(places).tolist()
+    source = run.splits.sources["train"]
+    ids = source.row_numbers(run.splits.train.ids(places)).tolist()
     policy, number = run.config.on_nonfinite, outcome.step + 1
     run.num_nonfinite += 1
     run.newest_nonfinite = max(run.newest_nonfinite, outcome.step)

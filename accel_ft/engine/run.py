@@ -429,10 +429,11 @@ class Run:
         logits, names = self._predict_validation(model_step), self.splits.label_names
         labels = self.splits.validation.labels(np.arange(len(logits), dtype=np.int64))
         if not np.isfinite(logits).all():
+            keeps = self.config.load_best_model_at_end
             raise UserError(
                 f"the model of update {model_step} returns no numbers (NaN or infinite logits); "
                 "no model/ is written. Fix: a lower learning_rate, more warmup_steps, or "
-                "load_best_model_at_end"
+                + ("fewer eval_steps" if keeps else "load_best_model_at_end")
             )
         if self.config.problem_type == "multi_label_classification":
             self.thresholds = best_thresholds(logits, labels)

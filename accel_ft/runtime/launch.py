@@ -248,7 +248,7 @@ def _refuse_for_fsdp2(asked: str, on_cpu: bool) -> None:
             "a new head is trained on rank 0 alone. Fix: fsdp_cpu_ram_efficient_loading: false in "
             "fsdp_config, as in accelerate_configs/"
         )
-    if (sharding := value("SHARDING_STRATEGY", "full_shard")) not in ("full_shard", "1"):
+    if (sharding := value("SHARDING_STRATEGY", "full_shard")) not in ("full_shard", "1", "none"):
         raise LaunchError(
             f"{asked} asks for fsdp_sharding_strategy: {sharding.upper()}, which FSDP2 does not "
             "heed. Fix: leave it out; fsdp_reshard_after_forward: false is its SHARD_GRAD_OP"

@@ -114,11 +114,12 @@ def test_a_slow_tokenizer_is_known_by_its_files() -> None:
         def get_vocab(self) -> dict[str, int]:
             return {"a": 0, "b": 1}
 
-        def save_vocabulary(self, folder: str) -> tuple[str, ...]:
+        def save_vocabulary(self, folder: str, filename_prefix: str | None) -> tuple[str, ...]:
             (Path(folder) / "merges.txt").write_text(self.merges)
             return (f"{folder}/merges.txt",)
 
     one, other = Slow(), Slow()
+    other.init_kwargs = {"name_or_path": "elsewhere", "vocab_file": "elsewhere/vocab.txt"}
     assert tokenize_module.tokenizer_fingerprint(one) == tokenize_module.tokenizer_fingerprint(
         other
     )
@@ -203,6 +204,17 @@ def test_a_full_disk_leaves_nothing_in_the_cache(tmp_path: Path, tokenizer) -> N
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert len(tokenize(source, DataConfig(), tokenizer)) == 100
+
+
+def test_a_fault_of_the_rows_disk_is_not_the_caches(
+    rows_file: Path, tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error", str(rows_file))
+
+    monkeypatch.setattr(tokenize_module, "_write_store", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        store_of(rows_file, tokenizer)
 
 
 def test_faulty_rows_leave_nothing_in_the_cache(tmp_path: Path, tokenizer) -> None:
@@ -299,6 +311,16 @@ def test_integer_labels_are_not_guessed(tmp_path: Path, tokenizer) -> None:
         load_eval_split(config, tokenizer, ["2", "3"], "validation")
 
 
+def told_of_decimals(tmp_path: Path, tokenizer) -> str:
+    """What is said of classes 0 and 1 that pandas has written as 0.0 and 1.0."""
+    (tmp_path / "whole.csv").write_text("text,label\n" + "a,0\nb,1\n" * 9)
+    (tmp_path / "decimal.csv").write_text("text,label\na,0.0\nb,1.0\n")
+    paths = [str(tmp_path / f"{name}.csv") for name in ("whole", "decimal")]
+    with pytest.raises(DataError, match="label '0.0' is none of these") as error:
+        splits_of(tokenizer, "--train_file", paths[0], "--validation_file", paths[1])
+    return str(error.value)
+
+
 def test_numbers_taken_for_labels_are_told_at_once(
     tmp_path: Path, tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,6 +337,7 @@ def test_numbers_taken_for_labels_are_told_at_once(
         splits_of(tokenizer, "--train_file", str(paths[0]), "--validation_file", str(paths[1]))
     assert "... and 1989 more" in str(error.value)
     assert len(asked) == 10
+    assert "regression" not in told_of_decimals(tmp_path, tokenizer)
 
 
 def test_class_weights(tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture) -> None:

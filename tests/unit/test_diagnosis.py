@@ -644,11 +644,20 @@ def test_loops_of_others() -> None:
                 loss_of(judge, (fake, ROWS[:4][1])).backward()
                 theirs.step()
         assert events.count("left") == 2 * forgets
+    with accumulation.recording() as events:  # cleared after the first of two, not after the step
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            loss_of(model, ROWS[:4]).backward()
+            optimizer.zero_grad()
+            loss_of(model, ROWS[4:8]).backward()
+            optimizer.step()
+    caught(accumulation.accumulation_calls(events, 2), "begin with the gradients of the one before")
     closed = torch.optim.LBFGS(model.parameters())
     with accumulation.recording() as events:
         for _ in range(3):
             closed.step(lambda: loss_of(model, ROWS[:4]))
-    assert accumulation.accumulation_calls(events, 1).verdict == "SKIP"
+    skipped = accumulation.accumulation_calls(events, 1)
+    assert (skipped.verdict, skipped.measured[:7]) == ("SKIP", "3 steps")
     scaler = torch.amp.GradScaler("cpu")
     with accumulation.recording() as events:
         for _ in range(3):
