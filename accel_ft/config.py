@@ -682,7 +682,11 @@ def settings_to_reproduce(values: dict[str, Any]) -> dict[str, Any]:
     folder = Path(str(values["reproduce"])).expanduser().resolve()
     if not all((folder / name).is_file() for name in ("config.yaml", "receipt.json")):
         raise ConfigError(f"reproduce={folder}: holds no run")
-    return run_settings(values | {"checkpoint": folder}) | {
+    settings = read_settings(folder / "config.yaml")
+    files = {"train_file", "validation_file", "test_file"}  # one that lies elsewhere, or the like
+    named = {key for key in (*files, "dataset_name") if values.get(key) is not None}
+    dropped = ROW_KEYS - files if named & files else files if named else ()
+    return {key: value for key, value in settings.items() if key not in dropped} | {
         "output_dir": folder.with_name(f"{folder.name}_again"),
         "push_to_hub": False,
     }

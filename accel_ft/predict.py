@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain, islice
 from pathlib import Path
@@ -77,6 +77,10 @@ class Predictor:
         """
         if isinstance(texts, str):
             raise TypeError("texts: a list of texts is wanted, not one text")
+        if isinstance(texts, Mapping) or hasattr(texts, "columns"):  # whose items are names
+            raise TypeError(
+                "texts: a list of texts is wanted, not a table. Fix: one of its columns"
+            )
         wanted = [tuple(text) if isinstance(text, list) else text for text in texts]
         pairs = self.config.text_pair_column is not None or isinstance((wanted or "?")[0], tuple)
         for number, text in enumerate(wanted):

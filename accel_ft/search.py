@@ -35,7 +35,7 @@ from filelock import FileLock
 from accel_ft.config import SearchConfig, TrainConfig, checked, parse, read_settings, type_name
 from accel_ft.data.sources import check_first_rows
 from accel_ft.errors import ConfigError, first_line, nearest, require, run_command
-from accel_ft.runtime.files import locked, write_whole
+from accel_ft.runtime.files import locked, sha256, write_whole
 from accel_ft.runtime.logging import read_events
 
 POLL_SECONDS = 0.2
@@ -101,7 +101,7 @@ def _search(
         direction="maximize" if job.takes_highest else "minimize",
         pruner=optuna.pruners.MedianPruner(n_startup_trials=config.num_startup_trials),
     )
-    _check_known(config, study, space, job.model_dump(mode="json", exclude={*IDLE, *space}))
+    _check_known(config, study, space, job)
     seed = job.seed + len(study.trials)  # a study that goes on draws anew
     study.sampler = optuna.samplers.TPESampler(seed=seed)
     for trial in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):  # of a search killed
@@ -183,7 +183,7 @@ def _check_space(config: SearchConfig, settings: dict[str, Any], space: dict[str
                 checked(TrainConfig, fixed | {key: value})
         except ConfigError as error:
             faults.append(str(error))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             faults.append(
                 f"{key}={values}: no range ({first_line(error)}). Allowed: {{low: A, high: B, "
                 "log: true}, or a list; YAML wants 1.0e-5, not 1e-5"
@@ -192,14 +192,16 @@ def _check_space(config: SearchConfig, settings: dict[str, Any], space: dict[str
         raise ConfigError(f"space={config.space}: " + ("\n  ".join(faults) or "is empty"))
 
 
-def _check_known(
-    config: SearchConfig, study: Any, space: dict[str, Any], settings: dict[str, Any]
-) -> None:
-    """Refuse a space, or settings, in which the study's earlier trials cannot be compared.
+def _check_known(config: SearchConfig, study: Any, space: dict[str, Any], job: TrainConfig) -> None:
+    """Refuse a space, settings or rows in which the study's earlier trials cannot be compared.
 
     Raises:
         ConfigError: naming the key.
     """
+    settings = job.model_dump(mode="json", exclude={*IDLE, *space})
+    for key in ("train_file", "validation_file", "test_file"):
+        if (path := getattr(job, key)) is not None:
+            settings[f"SHA-256 of {key}"] = sha256(path)
     choices = {  # of ranges, the ends may move
         key: values if isinstance(values, list) else {"log": bool(values.get("log"))}
         for key, values in space.items()
@@ -273,7 +275,9 @@ def _run_trial(
     """
     import optuna
 
-    name = hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:12]
+    decisive = {key: value for key, value in settings.items() if key not in IDLE}
+    text = json.dumps(decisive, sort_keys=True, default=str)
+    name = hashlib.sha256(text.encode()).hexdigest()[:12]
     folder = config.output_dir / f"trial_{name}"  # the same settings go on where they were
     folder.mkdir(exist_ok=True)
     trial.set_user_attr("job", settings)

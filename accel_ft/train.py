@@ -162,7 +162,9 @@ def _say_farewell(config: TrainConfig, events: list[dict[str, Any]]) -> None:
     print(f"model: {model}")
     if report.exists():
         print(f"report: {report}")
-    print(f'predict: python -m accel_ft.predict --checkpoint {quote(str(model))} --text "..."')
+    pair = ' --text_pair "..."' if config.text_pair_column is not None else ""
+    place = quote(str(model))
+    print(f'predict: python -m accel_ft.predict --checkpoint {place} --text "..."{pair}')
     if config.push_to_hub:
         from accel_ft.runtime.card import push
 

@@ -254,13 +254,21 @@ def _encode(tokenizer: Any, texts: list[Text], max_seq_length: int) -> Any:
             f"max_seq_length={max_seq_length}: {what} has {special} special tokens. "
             f"Allowed: more than {special}"
         )
-    return tokenizer(
+    encoded = tokenizer(
         *map(list, columns),
         truncation=True,  # of a pair, the longer text first
         max_length=max_seq_length,
         return_attention_mask=False,
         return_token_type_ids=are_pairs and "token_type_ids" in tokenizer.model_input_names,
     )
+    keep_no_truncation(tokenizer)
+    return encoded
+
+
+def keep_no_truncation(tokenizer: Any) -> None:
+    """Have what is saved of it cut nothing by itself, whether it has cut texts before or not."""
+    if getattr(tokenizer, "backend_tokenizer", None) is not None:
+        tokenizer.backend_tokenizer.no_truncation()
 
 
 def _count_cut(encoded: Any, max_seq_length: int) -> int:

@@ -29,7 +29,7 @@ from accel_ft.errors import Preempted, UserError
 from accel_ft.model import adapters
 from accel_ft.runtime.logging import EventLog, progress_bar
 from accel_ft.runtime.memory import peak_memory
-from accel_ft.runtime.profile import make_profiler
+from accel_ft.runtime.profile import SKIPPED, make_profiler
 from accel_ft.runtime.trackers import Trackers
 from accel_ft.runtime.watch import Watch
 
@@ -137,7 +137,11 @@ class Run:
             shown = self.accelerator.is_main_process
             self.bar = progress_bar(self.step, self.num_steps, shown)
             if self.config.profile:
-                rank = self.accelerator.process_index
+                rank, left = self.accelerator.process_index, self.num_steps - self.step
+                if left <= SKIPPED:
+                    logger.warning(
+                        "profile: %d updates are left, it begins after %d", left, SKIPPED
+                    )
                 self.profiler = make_profiler(self.output_dir / "profile", rank)
                 self.profiler.start()
         self.timed_since = time.monotonic()

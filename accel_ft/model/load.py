@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from accel_ft.data.tokenize import keep_no_truncation
 from accel_ft.errors import CheckpointError, ConfigError, nearest
 from accel_ft.model.embedding import word_embedding
 from accel_ft.runtime.files import sha256
@@ -120,6 +121,7 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
                 "Fix: pip install sentencepiece protobuf"
             ) from error
         raise
+    keep_no_truncation(tokenizer)
     if len(tokenizer) <= len(set(tokenizer.all_special_tokens)) + 2:  # DeBERTa has two of its own
         raise ConfigError(
             f"{key}={folder}: its tokenizer knows no words, only {tokenizer.all_special_tokens}. "

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from accel_ft.errors import UserError
+from accel_ft.errors import UserError, first_line
 
 FILE = "model.onnx"
 TOLERANCE = 1e-3
@@ -40,32 +40,38 @@ def write_onnx(model: Any, tokenizer: Any, folder: Path) -> float:
         The largest difference of a logit between onnxruntime and PyTorch.
 
     Raises:
-        UserError: the difference is too large.
+        UserError: the difference is too large, or torch cannot write this kind of model.
     """
     import onnxruntime
 
     known = ("input_ids", "attention_mask", "token_type_ids")
     names = [name for name in known if name in tokenizer.model_input_names]
     vocabulary = min(len(tokenizer), model.get_input_embeddings().weight.shape[0])
+    end = model.config.eos_token_id if model.config.is_encoder_decoder else None
     wrapped, batch = _Logits(model, names).eval(), torch.export.Dim("batch")
     shapes = tuple({0: batch, 1: torch.export.Dim.DYNAMIC} for _ in names)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own
-        torch.onnx.export(
-            wrapped,
-            tuple(_inputs(names, vocabulary, *SHAPES[1]).values()),
-            str(folder / FILE),
-            input_names=names,
-            output_names=["logits"],
-            dynamic_shapes=(shapes,),
-            external_data=sum(p.nbytes for p in model.parameters()) > LARGEST,
-            dynamo=True,
-            verbose=False,
-        )
+        try:
+            torch.onnx.export(
+                wrapped,
+                tuple(_inputs(names, vocabulary, end, *SHAPES[1]).values()),
+                str(folder / FILE),
+                input_names=names,
+                output_names=["logits"],
+                dynamic_shapes=(shapes,),
+                external_data=sum(p.nbytes for p in model.parameters()) > LARGEST,
+                dynamo=True,
+                verbose=False,
+            )
+        except Exception as error:  # of the exporter, which does not know all that models do
+            raise UserError(
+                f"torch cannot write {type(model).__name__} as ONNX: {first_line(error)}"
+            ) from error
     session = onnxruntime.InferenceSession(str(folder / FILE), providers=["CPUExecutionProvider"])
     worst = 0.0
     for rows, tokens in SHAPES:
-        inputs = _inputs(names, vocabulary, rows, tokens)
+        inputs = _inputs(names, vocabulary, end, rows, tokens)
         with torch.no_grad():
             ours = wrapped(*inputs.values()).numpy()
         (theirs,) = session.run(["logits"], {name: t.numpy() for name, t in inputs.items()})
@@ -75,14 +81,20 @@ def write_onnx(model: Any, tokenizer: Any, folder: Path) -> float:
     return worst
 
 
-def _inputs(names: list[str], vocabulary: int, rows: int, tokens: int) -> dict[str, torch.Tensor]:
-    """Token ids at random, the last row half padding."""
+def _inputs(
+    names: list[str], vocabulary: int, end: int | None, rows: int, tokens: int
+) -> dict[str, torch.Tensor]:
+    """Token ids at random, the last row half padding; `end` once a row, where BART looks for it."""
     generator = torch.Generator().manual_seed(0)
     values = {
         "input_ids": torch.randint(0, vocabulary, (rows, tokens), generator=generator),
         "attention_mask": torch.ones(rows, tokens, dtype=torch.int64),
         "token_type_ids": torch.zeros(rows, tokens, dtype=torch.int64),
     }
+    if end is not None:
+        ids = values["input_ids"]
+        ids[ids == end] = (end + 1) % vocabulary
+        ids[:, 0] = end
     if rows > 1:
         values["attention_mask"][-1, tokens // 2 :] = 0
     return {name: values[name] for name in names}

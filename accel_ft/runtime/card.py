@@ -73,9 +73,11 @@ def model_card(
     place, longest = settings.get("hub_model_id") or ".", settings.get("max_seq_length")
     cut = f", truncation=True, max_length={longest}" if longest else ", truncation=True"
     told = ""
+    if settings.get("text_pair_column"):
+        told = '\nIt was trained on pairs: `classify({"text": "...", "text_pair": "..."})`.\n'
     if "multi_label" in settings.get("problem_type", ""):
         cut += ", top_k=None"
-        told = (
+        told += (
             "\nEach label has a score of its own; it counts from its value in `thresholds` of "
             "config.json, from 0.5 where there is none.\n"
         )

@@ -45,7 +45,8 @@ def setup_logging(rank: int) -> None:
         logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s")
     )
     logger = logging.getLogger("accel_ft")
-    logger.handlers = [handler]
+    others = [each for each in logger.handlers if not isinstance(each, _TqdmHandler)]
+    logger.handlers = [*others, handler]
     logger.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     logger.propagate = False
     import transformers

@@ -71,6 +71,7 @@ class Trackers:
         try:
             self.accelerator.init_trackers(PROJECT, settings, options)
         except Exception as error:  # other people's services fail in any way
+            self.accelerator.trackers = []  # some have not begun, and cannot be closed
             raise ConfigError(
                 f"report_to={','.join(config.report_to)}: cannot be started: {error}"
             ) from error

@@ -14,7 +14,7 @@ from conftest import LATEST, cut_off, events_of, make_tiny_model, run_hash, stop
 from safetensors.torch import load_file
 
 from accel_ft import train
-from accel_ft.errors import CheckpointError, ConfigError
+from accel_ft.errors import CheckpointError, ConfigError, UserError
 
 
 def test_a_model_folder_that_is_no_runs(words: list[str], tmp_path: Path, tiny_model: Path) -> None:
@@ -332,6 +332,8 @@ def test_fit_and_load_classifier(tmp_path: Path, tiny_model: Path, rows_file: Pa
     found = load_classifier(model).predict(["goal striker league coach", "bank profit shares"])
     assert [each["label"] for each in found] == ["Sports", "Business"]
     assert load_classifier(model).predict([]) == []
+    with pytest.raises(TypeError, match="not a table. Fix: one of its columns"):
+        load_classifier(model).predict({"text": ["a", "b"]})
     with pytest.raises(ConfigError, match=r"resume_from_checkpoint: true given. Allowed: latest\|"):
         fit(resume_from_checkpoint=True)
     with pytest.raises(
@@ -474,6 +476,30 @@ def test_onnx_beside_its_weights(
     out = tmp_path / "out"
     export.main(["--checkpoint", str(tmp_path / "run"), "--output", str(out), "--format", "onnx"])
     assert (out / "model.onnx.data").stat().st_size > 1000
+
+
+def test_onnx_of_other_kinds(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BART counts the end tokens of a batch; what torch cannot write is told in one line."""
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    from transformers import BartConfig, BartForSequenceClassification
+
+    from accel_ft.model.load import load_tokenizer
+    from accel_ft.model.onnx import write_onnx
+
+    layers = {f"{part}_layers": 1 for part in ("encoder", "decoder")}
+    config = BartConfig(vocab_size=60, d_model=16, eos_token_id=3, pad_token_id=0, **layers)
+    model, tokenizer = BartForSequenceClassification(config).eval(), load_tokenizer(str(tiny_model))
+    assert write_onnx(model, tokenizer, tmp_path) < 1e-4
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no such operator\nfile an issue")
+
+    monkeypatch.setattr("torch.onnx.export", fail)
+    with pytest.raises(UserError, match="BartForSequenceClassification as ONNX: no such operator$"):
+        write_onnx(model, tokenizer, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,13 @@ def test_a_search_of_another_job(search_of_stand_ins, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("seed: 1\nmax_steps: 7\n")
     with pytest.raises(ConfigError, match="max_steps was None in the trials of"):
         search_of_stand_ins(space, "--num_trials", "2")
+    rows, other = tmp_path / "rows.csv", ["--output_dir", str(tmp_path / "other")]
+    (tmp_path / "job.yaml").write_text(f"seed: 1\ntrain_file: {rows}\n")
+    for text, error in (("a,b", Exception), ("a,c", ConfigError)):  # the fixture's study is another
+        rows.write_text(f"text,label\n{text}\n")
+        with pytest.raises(error) as caught:
+            search_of_stand_ins("weight_decay: [0.1]\n", "--num_trials", "1", *other)
+    assert "SHA-256 of train_file was" in str(caught.value)  # trials on other rows do not compare
 
 
 def test_the_best_job_is_the_one_that_ran(search_of_stand_ins, tmp_path: Path) -> None:
@@ -258,6 +265,7 @@ def test_a_space_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "space.yaml").write_text(
         "lr_scheduler_type: [linear, cosin]\nsave_total_limit: {low: 0, high: 3}\n"
         "learning_rat: [1]\nseed: {low: 1}\nwarmup_steps: 3\nweight_decay: {low: 0, high: 0.1, log: true}\n"
+        "learning_rate: {low: 1.0e-5, high: .inf}\n"
     )
     with pytest.raises(ConfigError) as caught:
         search.main(["--job", str(tmp_path / "job.yaml"), "--space", str(tmp_path / "space.yaml")])
@@ -265,5 +273,6 @@ def test_a_space_that_cannot_be(tmp_path: Path) -> None:
     assert "seed={'low': 1}: no range" in str(caught.value)
     assert "lr_scheduler_type=cosin" in str(caught.value)
     assert "save_total_limit=0" in str(caught.value)
-    assert "warmup_steps=3: no range" in str(caught.value)
+    assert "warmup_steps=3: no range (one value)" in str(caught.value)
+    assert "learning_rate={'low': 1e-05, 'high': inf}: no range" in str(caught.value)
     assert "weight_decay={'low': 0, 'high': 0.1, 'log': True}: no range" in str(caught.value)

@@ -12,6 +12,7 @@ from accel_ft.config import (
     TrainConfig,
     parse,
     run_settings,
+    settings_to_reproduce,
 )
 from accel_ft.errors import ConfigError
 
@@ -329,6 +330,19 @@ def test_keys_without_effect_are_told(
 
     _warn_of_idle_keys(TrainConfig(**settings), 100)
     assert [told in record.getMessage() for record in caplog.records] == [True] * bool(told)
+
+
+def test_what_is_reproduced_with_rows_that_moved(tmp_path: Path) -> None:
+    """Those that are not named are where they were."""
+    (tmp_path / "config.yaml").write_text(
+        "train_file: a.csv\nvalidation_file: b.csv\nmax_eval_samples: 5\ndataset_name: null\n"
+    )
+    (tmp_path / "receipt.json").write_text("{}")
+    here = {"reproduce": tmp_path}
+    moved = settings_to_reproduce(here | {"train_file": "c.csv"})
+    assert (moved["validation_file"], moved["max_eval_samples"]) == ("b.csv", 5)
+    assert "validation_file" not in settings_to_reproduce(here | {"dataset_name": "x/y"})
+    assert "dataset_name" not in moved
 
 
 def test_few_rows_take_few_passes_however_the_batch_is_given() -> None:

@@ -71,6 +71,9 @@ def test_store_holds_what_the_tokenizer_says(
         assert store.tokens(number).tolist() == expected
         assert store.lengths(np.array([number]))[0] == len(expected) <= 16
         assert store.labels[store.label_codes[number]] == label
+    # A model folder's tokenizer.json is the same whether its run has tokenised or found a cache.
+    store_of(rows_file, tokenizer, 8)
+    assert json.loads(tokenizer.backend_tokenizer.to_str())["truncation"] is None
 
 
 def test_tokenised_once_and_found_by_content(

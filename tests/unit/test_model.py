@@ -291,6 +291,8 @@ def test_a_card_names_the_hub_only_for_what_is_there(
     assert tuned in model_card(["no", "yes"], many, {"f1_macro": 0.5}, "validation")
     card = model_card(["no", "yes"], many, {"f1_macro": 0.5}, "test")
     assert "are tuned" not in card
+    pairs = model_card(["no", "yes"], {"text_pair_column": "answer"})
+    assert 'classify({"text": "...", "text_pair": "..."})' in pairs
     assert "truncation=True, top_k=None)" in card
     assert "it counts from its value in `thresholds` of config.json" in card
     mine = hub | {"test_file": "my/rows.csv"}  # measured on rows that are not the data set's
