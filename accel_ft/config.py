@@ -130,6 +130,8 @@ class Config(BaseModel):
     def _to_write(self, key: str) -> Iterator[Fault]:
         """A file that is to be written: its folder is there."""
         path = Path(getattr(self, key) or "-")
+        if os.environ.get("RANK", "0") != "0":
+            return  # which writes nothing
         if path.is_dir():
             yield self._fault("is a folder. Fix: a file in it", key)
         elif not path.parent.is_dir():
@@ -395,7 +397,7 @@ class TrainConfig(HubConfig, DataConfig):
         if self.output_dir.is_file():
             yield self._fault("is a file. Fix: another name", "output_dir")
         place = Path(self.resume_from_checkpoint or "latest")
-        if str(place) != "latest" and not place.is_dir():
+        if self.resume_from_checkpoint not in (None, "latest") and not place.is_dir():
             there = [path.name for path in place.parent.glob("*")] + ["latest"]
             words = f"there is no such folder.{nearest(place.name, there)} Allowed: latest|FOLDER"
             yield self._fault(words, "resume_from_checkpoint")
@@ -685,7 +687,9 @@ def settings_to_reproduce(values: dict[str, Any]) -> dict[str, Any]:
     settings = read_settings(folder / "config.yaml")
     files = {"train_file", "validation_file", "test_file"}  # one that lies elsewhere, or the like
     named = {key for key in (*files, "dataset_name") if values.get(key) is not None}
-    dropped = ROW_KEYS - files if named & files else files if named else ()
+    dropped = {name.replace("_file", "_split_name") for name in named}
+    dropped |= ROW_KEYS - files if "train_file" in named else files & named
+    dropped |= files if "dataset_name" in named else set()
     return {key: value for key, value in settings.items() if key not in dropped} | {
         "output_dir": folder.with_name(f"{folder.name}_again"),
         "push_to_hub": False,

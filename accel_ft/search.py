@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import signal
 import subprocess
@@ -319,19 +318,11 @@ def _run_trial(
     if pruned:
         raise optuna.TrialPruned
     ends = _events(folder, "end")
-    if not ends and _has_diverged(folder):
-        print(f"{folder.name}: its model came to be no numbers", flush=True)
-        raise optuna.TrialPruned  # no fault of the job
     if process.returncode != 0 or not ends:
         told_last = (folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()
         errors = [line for line in told_last if line.startswith("error: ")] or told_last or [""]
         raise TrialFailed(f"{folder}: failed: {errors[-1]} (see its log)")
     return job.best_value(ends[-1], "eval_")
-
-
-def _has_diverged(folder: Path) -> bool:
-    stopped = any(event["policy"] == "stop" for event in _events(folder, "nonfinite"))
-    return stopped or any(math.isnan(e["eval_loss"]) for e in _events(folder, "eval")[-1:])
 
 
 def _events(folder: Path, name: str) -> list[dict[str, Any]]:

@@ -346,7 +346,8 @@ def _hub_source(name: str, rows: Any, labelled: NDArray[np.int64], config: DataC
 
     feature = rows.features.get(config.label_column)
     names = getattr(getattr(feature, "feature", feature), "names", None)  # of a list's elements
-    fingerprint = f"{name} {rows._fingerprint} {len(labelled)}"
+    left = f" {len(labelled)}" if len(labelled) < len(rows) else ""
+    fingerprint = f"{name} {rows._fingerprint}{left}"
     label_names = tuple(names) if names else None
     return Source(name, fingerprint, records, label_names, numbers=labelled)
 

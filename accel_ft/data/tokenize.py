@@ -42,6 +42,7 @@ KEYS = {
     "max_seq_length",
 }  # fmt: skip
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+ELSEWHERE = {"name_or_path", "is_local", "local_files_only", "model_max_length"}  # or its cut
 ROWS_AT_ONCE = 1000  # a fast tokenizer spreads each call over the cores
 
 
@@ -147,6 +148,7 @@ def _make_store(folder: Path, source: Source, config: DataConfig, tokenizer: Any
     try:
         staging.chmod(folder.parent.stat().st_mode & 0o777)  # others may read what this user may
         _write_store(staging, source, config, tokenizer)
+        keep_no_truncation(tokenizer)
         if not source.is_unchanged():  # its rows would stand under the hash of others
             raise DataError(f"{source.name}: changed while it was read. Fix: start again")
         try:
@@ -179,7 +181,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
         settings = [
             f"{key}: {value}"
             for key, value in sorted(tokenizer.init_kwargs.items())
-            if key != "name_or_path" and not key.endswith("_file")  # where it lies
+            if not (value is None or key in ELSEWHERE or key.endswith("_file"))
         ]
         state = [sorted(tokenizer.get_vocab().items()), settings, files]
     names = sorted(tokenizer.model_input_names)  # whether pairs have types
@@ -254,15 +256,13 @@ def _encode(tokenizer: Any, texts: list[Text], max_seq_length: int) -> Any:
             f"max_seq_length={max_seq_length}: {what} has {special} special tokens. "
             f"Allowed: more than {special}"
         )
-    encoded = tokenizer(
+    return tokenizer(
         *map(list, columns),
         truncation=True,  # of a pair, the longer text first
         max_length=max_seq_length,
         return_attention_mask=False,
         return_token_type_ids=are_pairs and "token_type_ids" in tokenizer.model_input_names,
     )
-    keep_no_truncation(tokenizer)
-    return encoded
 
 
 def keep_no_truncation(tokenizer: Any) -> None:

@@ -22,7 +22,8 @@ from accel_ft.diagnosis.finding import Finding, failed, listed, passed, skipped,
 from accel_ft.diagnosis.gradients import gradients_of
 
 Update = list[str]
-BACKWARD, REDUCE, STEP, SCHEDULE, LEFT = "backward", "reduce", "step", "schedule", "left"
+BACKWARD, REDUCE, STEP, SCHEDULE = "backward", "reduce", "step", "schedule"
+LEFT, LOST = "left", "lost"
 
 
 class _Recorder:
@@ -34,6 +35,7 @@ class _Recorder:
         self.stepped: list[torch.optim.Optimizer] = []
         self.used: dict[torch.optim.Optimizer, list[tuple[Any, Any, int]]] = {}
         self.added: dict[torch.optim.Optimizer, int] = {}
+        self.seen: set[torch.optim.Optimizer] = set()
         self.schedulers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.sums_next = False
 
@@ -71,9 +73,8 @@ class _Recorder:
     def backward(self, *_: Any) -> None:
         """Note a backward pass, and the gradients that a step has used and nothing has cleared."""
         for optimizer in [each for each in self.added if not _gradients(each)]:
-            if self.added.pop(optimizer) == self.events.count(STEP):
-                self.events.append(LEFT)  # and cleared since, a micro-batch with it; else the
-                # pass was for another model's step
+            if self.added.pop(optimizer) == self.events.count(STEP) and len(self.seen) == 1:
+                self.events.append(LOST)  # of two, the pass may be for the other model's step
         self.used = {
             optimizer: [(p, p.grad, _version(p.grad)) for p in _gradients(optimizer)]
             for optimizer in self.stepped
@@ -104,6 +105,7 @@ class _Recorder:
         if optimizer in self.added and _gradients(optimizer):
             self.events.append(LEFT)
         self.added.pop(optimizer, None)
+        self.seen.add(optimizer)
         self.events.append(STEP)
         self.stepped.append(optimizer)
 
@@ -195,7 +197,7 @@ def accumulation_calls(events: Sequence[str], accumulation_steps: int) -> Findin
     counts = [update.count(BACKWARD) for update in updates]
     if not any(counts):
         return skipped(check, f"{events.count(STEP)} steps, no backward pass outside of step()")
-    uncleared = sum(update.count(LEFT) for update in [*updates, rest])
+    uncleared, lost = events.count(LEFT), events.count(LOST)
     # a scheduler's step comes after the optimizer's: it stands in the block that follows
     schedules = max(
         max(Counter(e for e in block if e.startswith(SCHEDULE)).values(), default=0)
@@ -214,6 +216,11 @@ def accumulation_calls(events: Sequence[str], accumulation_steps: int) -> Findin
             uncleared > 0,
             f"{uncleared} updates begin with the gradients of the one before",
             "optimizer.zero_grad() after each step",
+        ),
+        (
+            lost > 0,
+            f"{lost} micro-batches' gradients are cleared before a step takes them",
+            "optimizer.zero_grad() after the step alone",
         ),
         (
             max(counts) > accumulation_steps,

@@ -47,7 +47,8 @@ def write_onnx(model: Any, tokenizer: Any, folder: Path) -> float:
     known = ("input_ids", "attention_mask", "token_type_ids")
     names = [name for name in known if name in tokenizer.model_input_names]
     vocabulary = min(len(tokenizer), model.get_input_embeddings().weight.shape[0])
-    end = model.config.eos_token_id if model.config.is_encoder_decoder else None
+    ends = np.ravel(model.config.eos_token_id if model.config.is_encoder_decoder else ())
+    end = int(ends[0]) if ends.size and ends[0] is not None else None
     wrapped, batch = _Logits(model, names).eval(), torch.export.Dim("batch")
     shapes = tuple({0: batch, 1: torch.export.Dim.DYNAMIC} for _ in names)
     with warnings.catch_warnings():

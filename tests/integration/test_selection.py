@@ -12,7 +12,6 @@ from accel_ft.config import TrainConfig
 from accel_ft.data.splits import load_splits
 from accel_ft.errors import ConfigError, UserError
 from accel_ft.model import load
-from accel_ft.search import _has_diverged
 
 
 def test_early_stopping(words: list[str], tmp_path: Path) -> None:
@@ -127,8 +126,6 @@ def test_a_model_that_returns_no_numbers_is_never_the_best(
     with pytest.raises(UserError, match="the model of update 2 returns no numbers"):
         train.main([*words, *first, *other])
     assert not (tmp_path / "other/model").exists()
-    assert _has_diverged(tmp_path / "other")  # as a search has it: worst, and no fault of the job
-    assert not _has_diverged(tmp_path / "nothing")
 
 
 def test_a_damaged_best_checkpoint_is_told_at_the_resume(

@@ -343,6 +343,9 @@ def test_what_is_reproduced_with_rows_that_moved(tmp_path: Path) -> None:
     assert (moved["validation_file"], moved["max_eval_samples"]) == ("b.csv", 5)
     assert "validation_file" not in settings_to_reproduce(here | {"dataset_name": "x/y"})
     assert "dataset_name" not in moved
+    (tmp_path / "config.yaml").write_text("dataset_name: x/y\ntest_split_name: held\n")
+    assert settings_to_reproduce(here | {"test_file": "d.csv"})["dataset_name"] == "x/y"
+    assert "test_split_name" not in settings_to_reproduce(here | {"test_file": "d.csv"})
 
 
 def test_few_rows_take_few_passes_however_the_batch_is_given() -> None:

@@ -651,7 +651,7 @@ def test_loops_of_others() -> None:
             optimizer.zero_grad()
             loss_of(model, ROWS[4:8]).backward()
             optimizer.step()
-    caught(accumulation.accumulation_calls(events, 2), "begin with the gradients of the one before")
+    caught(accumulation.accumulation_calls(events, 2), "cleared before a step takes them")
     closed = torch.optim.LBFGS(model.parameters())
     with accumulation.recording() as events:
         for _ in range(3):
