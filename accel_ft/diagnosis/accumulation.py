@@ -74,7 +74,7 @@ class _Recorder:
         """Note a backward pass, and the gradients that a step has used and nothing has cleared."""
         for optimizer in [each for each in self.added if not _gradients(each)]:
             if self.added.pop(optimizer) == self.events.count(STEP) and len(self.seen) == 1:
-                self.events.append(LOST)  # of two, the pass may be for the other model's step
+                self.events.append(LOST)
         self.used = {
             optimizer: [(p, p.grad, _version(p.grad)) for p in _gradients(optimizer)]
             for optimizer in self.stepped
@@ -106,6 +106,8 @@ class _Recorder:
             self.events.append(LEFT)
         self.added.pop(optimizer, None)
         self.seen.add(optimizer)
+        if len(self.seen) > 1:  # what seemed lost was for the other's step
+            self.events[:] = [event for event in self.events if event != LOST]
         self.events.append(STEP)
         self.stepped.append(optimizer)
 

@@ -644,6 +644,16 @@ def test_loops_of_others() -> None:
                 loss_of(judge, (fake, ROWS[:4][1])).backward()
                 theirs.step()
         assert events.count("left") == 2 * forgets
+    with accumulation.recording() as events:  # two passes each; the judge's are cleared at once
+        for _ in range(3):
+            for number, optimizer in enumerate((its, theirs)):
+                for start in (0, 4):
+                    inputs, labels = ROWS[start : start + 4]
+                    loss_of(judge, (made(inputs) if number else inputs, labels)).backward()
+                    its.zero_grad() if number else None
+                optimizer.step()
+            theirs.zero_grad()
+    well(accumulation.accumulation_calls(events, 2))
     with accumulation.recording() as events:  # cleared after the first of two, not after the step
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for _ in range(3):
