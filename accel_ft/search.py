@@ -71,11 +71,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Have SIGTERM end the search as Ctrl-C does: its trials save, the next start takes them up."""
+    """Have SIGTERM end the search as Ctrl-C does: its trials save, the next start takes them up.
 
-    def interrupt(*_: object) -> None:
+    The trials look for it: raised here, it could cut off a write to the study, which then stays
+    locked. A second signal does what it always did.
+    """
+
+    def interrupt(number: int, _: object) -> None:
         interrupted.set()
-        raise KeyboardInterrupt
+        signal.signal(number, before[signal.Signals(number)])
 
     interrupted.clear()
     before = {n: signal.signal(n, interrupt) for n in (signal.SIGINT, signal.SIGTERM)}
@@ -143,6 +147,8 @@ def _search(
         study.optimize(
             objective, n_trials=max(left, 0), n_jobs=config.parallel_trials, catch=(TrialFailed,)
         )
+        if interrupted.is_set():  # told to the thread of a trial
+            raise KeyboardInterrupt
     except KeyboardInterrupt:
         for _ in range(config.parallel_trials):
             shares.get()  # which each trial gives back at its end
@@ -155,8 +161,10 @@ def _search(
     write_whole(best, yaml.safe_dump(found, sort_keys=False, allow_unicode=True))
     states = [trial.state.name.lower() for trial in study.trials]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    print(f"best {job.best_metric} {study.best_value:.4f} with {study.best_params} ({counts})")
-    print(f"job: {best}")
+    print(
+        f"best {job.best_metric} {study.best_value:.4f} with {study.best_params} ({counts})\n"
+        f"job: {best}"
+    )
 
 
 def _check_space(config: SearchConfig, settings: dict[str, Any], space: dict[str, Any]) -> None:
