@@ -205,7 +205,8 @@ def _open(
 def count_shared_texts(train: Split, other: Split) -> int:
     """Return how many texts of `other` are among the (first million) texts of `train`."""
     known = train.text_hashes(np.arange(min(len(train), COMPARED_TEXTS), dtype=np.int64))
-    return int(np.isin(other.text_hashes(np.arange(len(other), dtype=np.int64)), known).sum())
+    hashes = other.text_hashes(np.arange(len(other), dtype=np.int64))
+    return int(np.isin(hashes, known, kind="sort").sum())  # a table's range overflows in numpy 2.0
 
 
 def _warn_of_look_alikes(names: list[str]) -> None:

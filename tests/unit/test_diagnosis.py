@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from accel_ft.config import TrainConfig
 from accel_ft.diagnosis import (
     accumulation,
     curve,
@@ -32,6 +33,7 @@ from accel_ft.diagnosis import (
 )
 from accel_ft.diagnosis.finding import Finding, line
 from accel_ft.model import memory
+from accel_ft.model.adapters import choose_trained
 
 ROWS = TensorDataset(torch.arange(40.0).reshape(20, 2) / 40, torch.arange(20) % 2)
 
@@ -513,7 +515,7 @@ def test_checkpointing_keeps_less_and_nothing_fixed() -> None:
     layer = sum(p.nbytes for p in model.bert.encoder.layer[0].parameters())
     num_layers = len(model.bert.encoder.layer)
     assert plain.gathered == plain.parameters + (2 - num_layers) * layer  # embeddings and head too
-    model.activation_checkpointing_enable()
+    choose_trained(model, TrainConfig(gradient_checkpointing=True))
     saving = memory.need(model, loss, 4)
     assert saving.per_row < plain.per_row / 2
     assert saving.fixed <= plain.fixed + 1000
