@@ -20,12 +20,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Event, Lock
+from threading import Event
 from typing import Any
 
 import yaml
@@ -45,12 +43,24 @@ IDLE = {  # settings that decide nothing of what a trial finds
     "dataloader_num_workers", "per_device_eval_batch_size", "save_steps", "save_total_limit",
     "logging_steps", "preflight", "profile", "resume_from_checkpoint", "allow_changed",
 }  # fmt: skip
-at_work: defaultdict[str, Lock] = defaultdict(Lock)  # trials with the same settings, in turn
 interrupted = Event()
 
 
-class TrialFailed(Exception):
-    """A run of the search ended with an error; the others go on."""
+@dataclass
+class _Run:
+    """A trial, and the process that trains for it.
+
+    Attributes:
+        share: of the devices, as its environment has it.
+        told: the value of each of its evaluations.
+    """
+
+    trial: Any
+    folder: Path
+    share: dict[str, str]
+    process: subprocess.Popen[bytes] | None = None
+    told: list[float] = field(default_factory=list)
+    is_pruned: bool = False
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -73,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _interruptible() -> Iterator[None]:
     """Have SIGTERM end the search as Ctrl-C does: its trials save, the next start takes them up.
 
-    The trials look for it: raised here, it could cut off a write to the study, which then stays
+    The loop looks for it: raised here, it could cut off a write to the study, which then stays
     locked. A second signal does what it always did.
     """
 
@@ -113,46 +123,29 @@ def _search(
     ended = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
     left = config.num_trials - len(study.get_trials(states=ended))
 
-    shares: SimpleQueue[dict[str, str]] = SimpleQueue()
-    for share in _shares(config):
-        shares.put(share)
-
-    plain_ask, one_asks = study.ask, Lock()
-
-    def ask(*args: Any, **kwargs: Any) -> Any:
-        with one_asks:  # two threads of optuna can take the same waiting trial
-            return plain_ask(*args, **kwargs)
-
-    study.ask = ask
-    failures: list[int] = []
-
-    def objective(trial: Any) -> float:
-        chosen = {key: _suggest(trial, key, values) for key, values in space.items()}
-        share = shares.get()
-        try:
-            return _run_trial(config, job, trial, settings | chosen, chosen, os.environ | share)
-        except (KeyboardInterrupt, TrialFailed) as error:
-            if interrupted.is_set():
-                study.enqueue_trial(trial.params)  # the next start goes on with it
-                raise
-            print(error, flush=True)
-            failures.append(trial.number)
-            if len(failures) >= FAILURES and not study.get_trials(states=ended):
-                study.stop()
-            raise
-        finally:
-            shares.put(share)
-
+    shares, running, failures = _shares(config), list[_Run](), 0
     try:
-        study.optimize(
-            objective, n_trials=max(left, 0), n_jobs=config.parallel_trials, catch=(TrialFailed,)
-        )
-        if interrupted.is_set():  # told to the thread of a trial
-            raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        for _ in range(config.parallel_trials):
-            shares.get()  # which each trial gives back at its end
-        raise
+        while running or left > 0:
+            if left > 0 and shares:
+                trial = study.ask()
+                folder = _begin(trial, space, settings, config.output_dir)
+                running.append(_Run(trial, folder, shares.pop(0)))
+                left -= 1
+            if interrupted.wait(POLL_SECONDS):
+                raise KeyboardInterrupt
+            at_work = {run.folder: run for run in reversed(running)}  # the same settings, in turn
+            for run in at_work.values():
+                if not _goes_on(run, config, job):
+                    failures += not _tell(study, run, job)
+                    running.remove(run)
+                    shares.append(run.share)
+            if failures >= FAILURES and not study.get_trials(states=ended):
+                left = 0
+    finally:  # the next start finds those that run still, and goes on with them
+        for process in [run.process for run in running if run.process is not None]:
+            process.terminate()
+        for run in running:
+            _wait(run)
     if not study.get_trials(states=(optuna.trial.TrialState.COMPLETE,)):
         raise ConfigError(f"{config.output_dir}: no trial came to its end")
     best = config.output_dir / "best.yaml"
@@ -266,71 +259,74 @@ def _suggest(trial: Any, key: str, values: Any) -> Any:
     return (trial.suggest_int if whole else trial.suggest_float)(key, **values)
 
 
-def _run_trial(
-    config: SearchConfig,
-    job: TrainConfig,
-    trial: Any,
-    settings: dict[str, Any],
-    chosen: dict[str, Any],
-    environment: dict[str, str],
-) -> float:
-    """Train with `settings`, `chosen` among them; return the metric of the final model.
-
-    Raises:
-        optuna.TrialPruned: it was worse than the median, and stopped.
-        TrialFailed: the run did.
-    """
-    import optuna
-
+def _begin(trial: Any, space: dict[str, Any], settings: dict[str, Any], place: Path) -> Path:
+    """Draw a trial's settings, and write its job into the folder of `place` that is returned."""
+    settings = settings | {key: _suggest(trial, key, values) for key, values in space.items()}
     decisive = {key: value for key, value in settings.items() if key not in IDLE}
     text = json.dumps(decisive, sort_keys=True, default=str)
     name = hashlib.sha256(text.encode()).hexdigest()[:12]
-    folder = config.output_dir / f"trial_{name}"  # the same settings go on where they were
+    folder = place / f"trial_{name}"  # the same settings go on where they were
     folder.mkdir(exist_ok=True)
     trial.set_user_attr("job", settings)
     keys = settings | {"output_dir": str(folder), "resume_from_checkpoint": "latest"}
     keys["push_to_hub"] = False  # it is no model to show
     write_whole(folder / "job.yaml", yaml.safe_dump(keys, allow_unicode=True))
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
-    if config.config_file is not None:
-        command += ["--config_file", str(config.config_file)]
-    command += ["-m", "accel_ft.train", "--config", str(folder / "job.yaml")]
-    pruned = False
-    with at_work[name], (folder / "log").open("a") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-        try:
-            told: list[float] = []
-            running = True
-            while running:
-                running = process.poll() is None
-                if interrupted.is_set():  # of several at a time, told to another thread
-                    raise KeyboardInterrupt
-                time.sleep(POLL_SECONDS if running else 0)
-                for event in _events(folder, "eval")[len(told) :]:
-                    told.append(job.best_value(event, "eval_"))
-                    trial.report(told[-1], len(told))  # updates are not alike: batches differ
-                    if running and not pruned and trial.should_prune():
-                        pruned = True
-                        process.send_signal(signal.SIGTERM)
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
-            # The launcher of one rank ends before that has saved, and given its lock back.
-            lock = FileLock(folder / "ranks" / "lock", timeout=SAVE_SECONDS, fallback_to_soft=False)
-            with contextlib.suppress(OSError), lock:
-                pass
-    print(
-        f"{folder.name}: {chosen}: {told[-1] if told else None}{' (stopped)' * pruned}", flush=True
-    )
-    if pruned:
-        raise optuna.TrialPruned
-    ends = _events(folder, "end")
-    if process.returncode != 0 or not ends:
-        told_last = (folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()
-        errors = [line for line in told_last if line.startswith("error: ")] or told_last or [""]
-        raise TrialFailed(f"{folder}: failed: {errors[-1]} (see its log)")
-    return job.best_value(ends[-1], "eval_")
+    return folder
+
+
+def _goes_on(run: _Run, config: SearchConfig, job: TrainConfig) -> bool:
+    """Start a trial's process where it has none, hand its evaluations to the study, and stop it
+    where it is worse than the median; whether it is not at its end.
+    """
+    if run.process is None:
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
+        if config.config_file is not None:
+            command += ["--config_file", str(config.config_file)]
+        command += ["-m", "accel_ft.train", "--config", str(run.folder / "job.yaml")]
+        with (run.folder / "log").open("a") as log:
+            environment = os.environ | run.share
+            run.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    goes_on = run.process.poll() is None
+    for event in _events(run.folder, "eval")[len(run.told) :]:
+        run.told.append(job.best_value(event, "eval_"))
+        run.trial.report(run.told[-1], len(run.told))  # updates are not alike: batches differ
+        if goes_on and not run.is_pruned and run.trial.should_prune():
+            run.is_pruned = True
+            run.process.send_signal(signal.SIGTERM)
+    return goes_on
+
+
+def _wait(run: _Run) -> None:
+    """Wait until a trial's process, and its rank, have ended: the launcher of one rank ends before
+    that has saved, and given its lock back.
+    """
+    if run.process is not None:
+        run.process.wait()
+        lock = FileLock(run.folder / "ranks/lock", timeout=SAVE_SECONDS, fallback_to_soft=False)
+        with contextlib.suppress(OSError), lock:
+            pass
+
+
+def _tell(study: Any, run: _Run, job: TrainConfig) -> bool:
+    """Tell the study how a trial ended; False where its run failed."""
+    import optuna
+
+    _wait(run)
+    last = run.told[-1] if run.told else None
+    about = f"{run.folder.name}: {run.trial.params}: {last}"
+    print(f"{about}{' (stopped)' * run.is_pruned}", flush=True)
+    ends = _events(run.folder, "end")
+    if run.is_pruned:
+        study.tell(run.trial, state=optuna.trial.TrialState.PRUNED)
+    elif run.process is not None and run.process.returncode == 0 and ends:
+        study.tell(run.trial, job.best_value(ends[-1], "eval_"))
+    else:
+        study.tell(run.trial, state=optuna.trial.TrialState.FAIL)
+        log = (run.folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()
+        errors = [line for line in log if line.startswith("error: ")] or log or [""]
+        print(f"{run.folder}: failed: {errors[-1]} (see its log)", flush=True)
+        return False
+    return True
 
 
 def _events(folder: Path, name: str) -> list[dict[str, Any]]:
