@@ -30,6 +30,7 @@ from pydantic import (
     field_validator,
 )
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from accel_ft.errors import ConfigError, nearest
 
@@ -108,10 +109,17 @@ class Config(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _read_path(cls, value: Any, info: ValidationInfo) -> Any:
-        """`~` is the home folder; an empty variable of the shell is no folder."""
+    def _read(cls, value: Any, info: ValidationInfo) -> Any:
+        """A truth value is no number; `~` is the home folder; an empty variable of the shell is no
+        folder.
+        """
         key = str(info.field_name)
-        is_path = "FILE" in type_name(cls.model_fields[key].annotation).split("|")
+        kinds = type_name(cls.model_fields[key].annotation).split("|")
+        if value is False and "off" in kinds:
+            return "off"  # as YAML reads it
+        if isinstance(value, bool) and kinds != ["BOOL"]:
+            raise PydanticCustomError("bool", "{found} given", {"found": str(value).lower()})
+        is_path = "FILE" in kinds
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         if not isinstance(value, str) or not (is_path or key in MAYBE_PATHS):
             return value
@@ -602,24 +610,8 @@ def checked(
         key: value for key, value in (base or {}).items() if key in fields and key not in values
     }
     values, origin = taken | values, dict.fromkeys(taken, " (of the run)") | origin
-    for key, value in values.items():
-        if (
-            key in fields
-            and isinstance(value, bool)
-            and type_name(fields[key].annotation) != "BOOL"
-        ):
-            if value is False and "off" in type_name(fields[key].annotation).split("|"):
-                values[key] = "off"  # as YAML reads it
-                continue
-            faulty.add(key)
-            where = origin.get(key)
-            found = "no value" if where == "" else str(value).lower()
-            listed.append(
-                f"{key}{where or ''}: {found} given. Allowed: {type_name(fields[key].annotation)}"
-            )
-    sound = {key: value for key, value in values.items() if key not in faulty}
     try:
-        config = config_class.model_validate(sound)
+        config = config_class.model_validate(values)
     except ValidationError as error:
         # Of a union, what is wrong with the value that was meant tells more than the words allowed.
         meant = {e["loc"][0] for e in error.errors() if e["type"] != "literal_error"}
@@ -629,12 +621,15 @@ def checked(
                 continue
             faulty.add(key)
             where = origin.get(key, "")
+            allowed = type_name(fields[key].annotation) if key in fields else ""
             if item["type"] == "extra_forbidden":
                 listed.append(f"{key}{where}: unknown key.{_meant(key, config_class)}")
             elif item["type"] == "missing":
-                listed.append(f"{key}: is needed. Fix: --{key} {type_name(fields[key].annotation)}")
+                listed.append(f"{key}: is needed. Fix: --{key} {allowed}")
+            elif item["type"] == "bool":
+                found = "no value given" if origin.get(key) == "" else item["msg"]
+                listed.append(f"{key}{where}: {found}. Allowed: {allowed}")
             else:
-                allowed = type_name(fields[key].annotation)
                 is_path = item["type"] == "path_not_file"
                 words = "there is no such file" if is_path else item["msg"]
                 listed.append(f"{key}={item['input']}{where}: {words}. Allowed: {allowed}")
