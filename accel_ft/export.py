@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -61,7 +60,6 @@ def export(
     from accel_ft.model.load import load_parts, resolve
     from accel_ft.reporting.record import results
     from accel_ft.runtime.card import model_card
-    from accel_ft.runtime.hub import is_hub_id
     from accel_ft.runtime.logging import read_events
 
     folder = resolve(model_folder(checkpoint), "checkpoint")
@@ -81,11 +79,6 @@ def export(
         run = run_folder(checkpoint)
         ended = run is not None and Path(folder).resolve() == run / "model"  # no checkpoint's
         events = read_events(run / "metrics.jsonl") if run is not None and ended else []
-        if run is not None:
-            known = json.loads((run / "receipt.json").read_text("utf-8")).get("hub_ids")
-            for key in ("model_name_or_path", "dataset_name") if known is not None else ():
-                if is_hub_id(settings.get(key)) and settings[key] not in known:
-                    settings[key] = f"./{settings[key]}"  # a folder, from where it was trained
         (staging / "README.md").write_text(
             model_card(names, settings, *results(events)), encoding="utf-8"
         )

@@ -37,7 +37,6 @@ from accel_ft.model.optim import (
 )
 from accel_ft.runtime import fsdp
 from accel_ft.runtime.files import write_whole
-from accel_ft.runtime.hub import is_hub_id
 from accel_ft.runtime.launch import check_granted
 from accel_ft.runtime.logging import EventLog, read_events
 from accel_ft.runtime.receipt import write_receipt
@@ -483,9 +482,6 @@ def _describe(run: Run) -> None:
         "sample_order_sha256": hashlib.sha256(order).hexdigest(),
         "tokenizer": tokenizer_fingerprint(run.tokenizer),
         "pretrained": load.provenance(config.model_name_or_path),
-        "hub_ids": [
-            name for name in (config.model_name_or_path, config.dataset_name) if is_hub_id(name)
-        ],
     }
     write_receipt(run.output_dir / "receipt.json", run.accelerator, about)
     settings = config.resolved(

@@ -264,32 +264,6 @@ def test_a_head_without_names_is_measured_by_ids(
         evaluate.main(command)
 
 
-def test_a_card_of_a_model_from_a_folder_near_the_training(
-    words: list[str], tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its name could be one of the Hub, seen from elsewhere."""
-    from accel_ft import export
-
-    monkeypatch.chdir(tiny_model.parent)
-    train.main(
-        [*words, "--lora_r", "2", "--model_name_or_path", tiny_model.name, "--max_steps", "1"]
-    )
-    checkpoint = tmp_path / "run/checkpoints/step_00000001"
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(
-            "accel_ft.model.load.resolve", lambda name, *_: str(tiny_model.parent / name)
-        )
-        elsewhere.chdir(tmp_path)
-        export.main(["--checkpoint", str(checkpoint), "--output", "out"])
-        assert "base_model:" not in (tmp_path / "out/README.md").read_text()
-        receipt = tmp_path / "run/receipt.json"
-        receipt.write_text(
-            receipt.read_text().replace('"hub_ids": []', f'"hub_ids": ["{tiny_model.name}"]')
-        )
-        export.main(["--checkpoint", str(checkpoint), "--output", "again"])
-        assert f"base_model: {tiny_model.name}" in (tmp_path / "again/README.md").read_text()
-
-
 def test_folders_that_are_nearly_checkpoints(words: list[str], tmp_path: Path) -> None:
     from accel_ft import predict
 
