@@ -158,8 +158,6 @@ def read_records(path: str, file_format: str) -> Iterator[Record]:
 def _text_lines(file: IO[bytes], name: str) -> Iterator[tuple[int, str]]:
     """Yield (number from 1, line) decoded from UTF-8, a leading byte-order mark left off."""
     for number, line_bytes in enumerate(file, start=1):
-        if number == 1 and line_bytes.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            raise DataError(f"{name}: is UTF-16. Fix: save it as UTF-8")
         raw = line_bytes.removeprefix(codecs.BOM_UTF8) if number == 1 else line_bytes
         try:
             line = raw.decode("utf-8")
@@ -188,10 +186,8 @@ def _read_delimited(
         except StopIteration:
             break
         except csv.Error as error:
-            mend = f"{error}; close or double its quotes"
-            if "new-line character" in str(error):
-                mend = "a carriage return stands alone in it: save with other line ends"
-            fault = f"the row that starts here: {mend}"
+            fault = f"the row that starts here: {error}; close or double its quotes, or save the "
+            fault += "file with other line ends"
             if header is None:
                 raise DataError(f"{name}: {place}: {fault}") from error
             yield place, fault
@@ -295,12 +291,9 @@ def hub_sources(config: DataConfig, name: str, needs_train: bool = True) -> dict
         rows: Any = () if is_others else loaded.get(wanted or split, ())
         labelled = _labelled(rows, label_column)
         if len(labelled) < len(rows):
-            is_csv = rows.info.builder_name == "csv"
             logger.warning(
-                "%s: %d of its %d %s rows have no label (-1, or null) and are left out%s",
+                "%s: %d of its %d %s rows have no label (-1, or null) and are left out",
                 name, len(rows) - len(labelled), len(rows), wanted or split,
-                ". `datasets` takes NA, None and the like in a csv for null; --train_file and its "
-                "sisters read them as they stand" * is_csv,
             )  # fmt: skip
         if len(labelled):
             where = f"{name}, split {wanted or split}"
@@ -341,10 +334,8 @@ def _hub_source(name: str, rows: Any, labelled: NDArray[np.int64], config: DataC
 
     feature = rows.features.get(config.label_column)
     names = getattr(getattr(feature, "feature", feature), "names", None)  # of a list's elements
-    left = f" {len(labelled)}" if len(labelled) < len(rows) else ""
-    fingerprint = f"{name} {rows._fingerprint}{left}"
     label_names = tuple(names) if names else None
-    return Source(name, fingerprint, records, label_names, numbers=labelled)
+    return Source(name, f"{name} {rows._fingerprint}", records, label_names, numbers=labelled)
 
 
 def check_columns(name: str, record: dict[str, Any], config: Config) -> None:
