@@ -5,7 +5,7 @@ accelerate launch --config_file STRATEGY.yaml -m accel_ft.train --config JOB.yam
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -77,19 +77,15 @@ def fit(config: TrainConfig) -> None:
             logger.info("%s is finished: nothing to do", config.output_dir)
         else:
             try:
-                if config.preflight == "auto":
-                    preflight(run)
-                start_or_resume(run)
-                with dropout.on_cpu(accelerator.device):
-                    train(run)
+                with closing(run.trackers), closing(run):
+                    if config.preflight == "auto":
+                        preflight(run)
+                    start_or_resume(run)
+                    with dropout.on_cpu(accelerator.device):
+                        train(run)
             except Preempted:
-                run.close()
-                run.trackers.finish()
                 watch.wait()  # where a rank ends, the launcher signals the others anew
                 raise
-            finally:
-                run.close()
-                run.trackers.finish()
         events = list(read_events(run.events.path)) if is_main else []
         model = config.output_dir / "model"
         if is_main and model.is_dir() and not (model / "README.md").is_file():
@@ -153,17 +149,15 @@ def _say_farewell(config: TrainConfig, events: list[dict[str, Any]]) -> None:
         if event["event"] == "test":
             print(f"{metric} on the test rows: {event[f'test_{metric}']:.4f}")
     model, report = config.output_dir / "model", config.output_dir / "report.html"
+    place = quote(str(model))
     if not model.is_dir():
-        logger.warning(
-            "%s is gone; accel_ft.export --checkpoint %s --output %s makes it from the newest "
-            "checkpoint", model, quote(str(config.output_dir)), quote(str(model)),
-        )  # fmt: skip
+        again = f"accel_ft.export --checkpoint {quote(str(config.output_dir))} --output {place}"
+        logger.warning("%s is gone; %s makes it from the newest checkpoint", model, again)
         return
     print(f"model: {model}")
     if report.exists():
         print(f"report: {report}")
     pair = ' --text_pair "..."' if config.text_pair_column is not None else ""
-    place = quote(str(model))
     print(f'predict: python -m accel_ft.predict --checkpoint {place} --text "..."{pair}')
     if config.push_to_hub:
         from accel_ft.runtime.card import push

@@ -92,7 +92,7 @@ class Trackers:
                 logger.warning("a tracker failed, metrics.jsonl goes on: %r", error)
             self.failed = True
 
-    def finish(self) -> None:
+    def close(self) -> None:
         """Close them; `Accelerator.end_training` would close the process group as well."""
         for tracker in self.accelerator.trackers:
             try:
