@@ -284,7 +284,7 @@ class TrainConfig(HubConfig, DataConfig):
     """Updates of linear warm-up; below 1 a share of all updates."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Clip the global gradient norm to this; 0 for no clipping."""
-    class_weights: Literal["balanced"] | Weights | None = None
+    class_weights: Weights | Literal["balanced"] | None = None
     """Weight of each label in the loss, by id (YAML list, or 1,2,0.5 on the command line), or
     balanced: by one over its share of the training rows."""
     label_smoothing_factor: float = Field(0.0, ge=0, lt=1)
@@ -613,11 +613,9 @@ def checked(
     try:
         config = config_class.model_validate(values)
     except ValidationError as error:
-        # Of a union, what is wrong with the value that was meant tells more than the words allowed.
-        meant = {e["loc"][0] for e in error.errors() if e["type"] != "literal_error"}
         for item in error.errors():
             key = str(item["loc"][0])
-            if key in faulty or (item["type"] == "literal_error" and key in meant):
+            if key in faulty:
                 continue
             faulty.add(key)
             where = origin.get(key, "")
@@ -722,7 +720,7 @@ def _parser(config_class: type[Config], prog: str) -> argparse.ArgumentParser:
         about = " ".join((field.description or "").split()).replace("%", "%%")
         default = "required" if field.is_required() else f"default: {field.default}"
         metavar, words = type_name(field.annotation), f"{about} ({default})"
-        if metavar.endswith(",..."):  # a,b or a b
+        if ",..." in metavar:  # a,b or a b
             group.add_argument(f"--{key}", nargs="*", metavar=metavar, help=words)
         else:
             group.add_argument(f"--{key}", nargs="?", const=True, metavar=metavar, help=words)
