@@ -135,8 +135,8 @@ class Config(BaseModel):
         """A fault of `keys`, told with the value of the first one."""
         return keys, f"{keys[0]}={getattr(self, keys[0])}: {words}"
 
-    def _to_write(self, key: str) -> Iterator[Fault]:
-        """A file that is to be written: its folder is there."""
+    def _to_write(self, key: str, *read: Path | None) -> Iterator[Fault]:
+        """A file that is to be written: its folder is there, and it is none that is `read`."""
         path = Path(getattr(self, key) or "-")
         if os.environ.get("RANK", "0") != "0":
             return  # which writes nothing
@@ -144,6 +144,8 @@ class Config(BaseModel):
             yield self._fault("is a folder. Fix: a file in it", key)
         elif not path.parent.is_dir():
             yield self._fault(f"there is no folder {path.parent}", key)
+        elif path.resolve() in [each.resolve() for each in read if each is not None]:
+            yield self._fault("is a file of rows. Fix: another file", key)
 
     def _either(self, one: str, other: str, fix: str = "keep one of the two") -> Iterator[Fault]:
         if getattr(self, one) is not None and getattr(self, other) is not None:
@@ -450,10 +452,8 @@ class EvaluateConfig(DataConfig):
     def rules(self) -> Iterator[Fault]:
         """The metrics are not to replace the rows."""
         yield from super().rules()
-        yield from self._to_write("output")
         files = (self.train_file, self.validation_file, self.test_file)
-        if self.output is not None and self.output.resolve() in [f and f.resolve() for f in files]:
-            yield self._fault("is a file of rows. Fix: another file", "output")
+        yield from self._to_write("output", *files)
 
 
 class ExportConfig(HubConfig):
@@ -519,7 +519,8 @@ class PredictConfig(Config):
     def rules(self) -> Iterator[Fault]:
         """Exactly one source of texts, and it exists."""
         yield from super().rules()
-        yield from self._to_write("output")
+        path = None if self.input in (None, "-") else Path(str(self.input))  # <(command), too
+        yield from self._to_write("output", path)
         if (self.input is None) == (self.text is None):
             yield (
                 ("input", "text"),
@@ -527,11 +528,8 @@ class PredictConfig(Config):
             )
         if self.input == "-" and self.input_format == "parquet":
             yield self._fault("standard input cannot be parquet. Fix: a file", "input_format")
-        path = Path(str(self.input))  # may be a pipe: <(command)
-        if self.input not in (None, "-") and (path.is_dir() or not path.exists()):
+        if path is not None and (path.is_dir() or not path.exists()):
             yield self._fault("there is no such file", "input")
-        elif self.input not in (None, "-") and Path(self.output).resolve() == path.resolve():
-            yield self._fault("is the input. Fix: another file", "output")
         if self.text_pair is not None and self.text is None:
             yield self._fault(
                 "given without text; of a file, text_pair_column", "text_pair", "text"

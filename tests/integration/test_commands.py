@@ -125,7 +125,7 @@ def test_faults_end_with_one_message(
         (
             "predict",
             ["--checkpoint", "TINY", "--input", "ROWS", "--output", "ROWS"],
-            "is the input",
+            "is a file of rows",
         ),
         ("predict", ["--checkpoint", "TINY", "--input", "no.csv"], "there is no such file"),
         (
