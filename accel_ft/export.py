@@ -14,10 +14,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = parse(ExportConfig, argv, "export")
     repo_id = None
     output = config.output.resolve()  # ".", too, which is replaced
-    if output.is_file():
-        raise ConfigError(f"output={config.output}: is a file. Fix: the name of a folder")
-    if output.exists() and any(output.iterdir()):
-        raise ConfigError(f"output={config.output}: is not empty. Fix: another folder")
+    if output.is_file() or (output.exists() and any(output.iterdir())):
+        raise ConfigError(f"output={config.output}: is a file, or not empty. Fix: another folder")
     if config.format == "onnx":
         require("onnx", "the ONNX export", "onnx", "onnxscript", "onnxruntime")
     if config.push_to_hub:
