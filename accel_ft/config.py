@@ -147,10 +147,10 @@ class Config(BaseModel):
         elif path.resolve() in [each.resolve() for each in read if each is not None]:
             yield self._fault("is a file of rows. Fix: another file", key)
 
-    def _either(self, one: str, other: str, fix: str = "keep one of the two") -> Iterator[Fault]:
+    def _either(self, one: str, other: str) -> Iterator[Fault]:
         if getattr(self, one) is not None and getattr(self, other) is not None:
-            words = f"given together with {other}={getattr(self, other)}. Fix: {fix}"
-            yield self._fault(words, one, other)
+            found = f"given together with {other}={getattr(self, other)}"
+            yield self._fault(f"{found}. Fix: keep one of the two", one, other)
 
     def resolved(self, **changes: Any) -> Self:
         """Return a copy with `changes`."""
@@ -389,11 +389,7 @@ class TrainConfig(HubConfig, DataConfig):
         yield from super().rules()
         yield from self._either("global_batch_size", "gradient_accumulation_steps")
         if self.per_device_train_batch_size == "auto":
-            yield from self._either(
-                "per_device_train_batch_size",
-                "gradient_accumulation_steps",
-                "global_batch_size in place of the latter",
-            )
+            yield from self._either("per_device_train_batch_size", "gradient_accumulation_steps")
         wanted, is_regression = self.best_metric, self.problem_type == "regression"
         of_one = () if is_regression else ("per_class.LABEL.f1 (precision, recall)",)
         if wanted not in METRICS[self.problem_type] and (is_regression or self.best_label is None):
