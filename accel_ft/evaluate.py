@@ -42,13 +42,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if run is None and not (ROW_KEYS & config.model_fields_set):
         raise ConfigError(f"checkpoint={config.checkpoint}: is no run's. Fix: --test_file FILE")
     max_seq_length = opened.max_seq_length(config.max_seq_length)
-    config = config.resolved(max_seq_length=max_seq_length)
-    if "problem_type" not in config.model_fields_set:
-        config = config.resolved(problem_type=opened.problem_type)
-    if config.problem_type != opened.problem_type:
-        raise ConfigError(
-            f"problem_type={config.problem_type}: {config.checkpoint} is for {opened.problem_type}"
-        )
+    kind, is_asked_for = opened.problem_type, "problem_type" in config.model_fields_set
+    if is_asked_for and config.problem_type != kind:
+        raise ConfigError(f"problem_type={config.problem_type}: {config.checkpoint} is for {kind}")
+    config = config.resolved(max_seq_length=max_seq_length, problem_type=kind)
     if config.problem_type == "regression" and len(opened.label_names) > 1:
         raise ConfigError(
             f"checkpoint={config.checkpoint}: predicts {len(opened.label_names)} numbers; one can "
