@@ -32,21 +32,12 @@ METADATA_NAMES = {
 }  # fmt: skip
 
 
-class _Frozen(type):
-    """A class that a pickle cannot change: with the live ones, BUILD could set any attribute."""
-
-    def __setattr__(cls, name: str, value: Any) -> None:
-        raise pickle.UnpicklingError(f"sets {name} of a class")
-
-
-class _StandIn(metaclass=_Frozen):
+class _StandIn:
     def __init__(self, *args: Any) -> None:
         pass
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise pickle.UnpicklingError(f"sets {name} of an object")
-
     def __setstate__(self, state: Any) -> None:
+        """All that BUILD can do, and to an object alone: of a class, `self` is missing."""
         if isinstance(state, dict):
             self.__dict__.update(state)
 
@@ -55,7 +46,7 @@ class _Member(_StandIn):
     """getattr(_MEM_FORMAT_ENCODING, name): so Python 3.11.0 to 3.11.3 pickle members of an Enum."""
 
     def __new__(cls, owner: Any, name: Any) -> Any:
-        of_enum = isinstance(owner, _Frozen) and owner.__name__ == _MEM_FORMAT_ENCODING.__name__
+        of_enum = isinstance(owner, type) and owner.__name__ == _MEM_FORMAT_ENCODING.__name__
         if not of_enum or name not in _MEM_FORMAT_ENCODING.__members__:
             raise pickle.UnpicklingError(f"takes {name} of an object")
         return super().__new__(cls)
@@ -67,7 +58,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             return _Member
         if name not in METADATA_NAMES.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} does not belong into it")
-        return dict if name == "OrderedDict" else _Frozen(name, (_StandIn,), {})
+        return dict if name == "OrderedDict" else type(name, (_StandIn,), {})
 
 
 def refuse_code(folder: Path) -> None:
