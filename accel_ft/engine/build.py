@@ -13,13 +13,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, DynamoBackend, set_seed
+from accelerate.utils import DistributedType, set_seed
 
 from accel_ft.checkpoint import state, transaction
 from accel_ft.config import TrainConfig, read_settings, run_folder
 from accel_ft.data.loader import Batches, Padding, collate, train_places
 from accel_ft.data.plan import Plan
-from accel_ft.data.splits import Splits, class_weights, load_splits
+from accel_ft.data.splits import Split, Splits, class_weights, load_splits
 from accel_ft.data.tokenize import tokenizer_fingerprint
 from accel_ft.engine.evaluation import make_eval_loader
 from accel_ft.engine.fitting import largest_micro_batch
@@ -37,7 +37,7 @@ from accel_ft.model.optim import (
 )
 from accel_ft.runtime import fsdp
 from accel_ft.runtime.files import write_whole
-from accel_ft.runtime.launch import check_granted
+from accel_ft.runtime.launch import check_granted, is_compiled
 from accel_ft.runtime.logging import EventLog, read_events
 from accel_ft.runtime.receipt import write_receipt
 from accel_ft.runtime.trackers import Trackers
@@ -79,8 +79,7 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     )
     if config.oversampling == "balanced":
         splits.train.oversample()
-    compiled = accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
-    pad = Padding(tokenizer, config.max_seq_length, accelerator.device, compiled)
+    pad = Padding(tokenizer, config.max_seq_length, accelerator.device, is_compiled())
     if config.per_device_train_batch_size == "auto":
         config = _fitted(config, accelerator, watch, splits, tokenizer, pad)
     config, accumulation_steps = _resolve_batch(
@@ -107,7 +106,7 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
         identity["pretrained"] = watch.tell(found)[0]
     trackers = Trackers(accelerator)
 
-    def eval_loader(split: Any) -> Any:
+    def eval_loader(split: Split) -> Any:
         return make_eval_loader(accelerator, split, config.per_device_eval_batch_size, pad)
 
     return Run(
@@ -209,7 +208,6 @@ def _build_model(
     scheduler = make_scheduler(config, optimizer, num_steps)
     watch.stage("wrap")
     is_fsdp = accelerator.distributed_type == DistributedType.FSDP
-    compiled = accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
     if is_fsdp and not accelerator.is_fsdp2 and config.lora_r is not None:
         raise ConfigError(f"lora_r={config.lora_r}: FSDP1 cannot save adapters alone. Fix: FSDP2")
     tied = tied_modules(model)
@@ -220,7 +218,7 @@ def _build_model(
         )
     fsdp.configure(accelerator, model)
     filler = collate(splits.train, np.empty(0, np.int64), pad)
-    if accelerator.device.type == "cpu" and not (is_fsdp or compiled):
+    if accelerator.device.type == "cpu" and not (is_fsdp or is_compiled()):
         is_sent = accelerator.distributed_type != DistributedType.NO
         if not is_sent or (
             dist.get_backend() == "gloo" and accelerator.gradient_accumulation_steps == 1
@@ -467,9 +465,7 @@ def checkpoint_bytes(
 def _describe(run: Run) -> None:
     """Write config.yaml and receipt.json."""
     config = run.config
-    splits = {"train": run.splits.train, "validation": run.splits.validation}
-    if run.splits.test is not None:
-        splits["test"] = run.splits.test
+    splits = {name: each for name, each in vars(run.splits).items() if isinstance(each, Split)}
     steps = range(min(run.plan.steps_per_epoch, ORDER_HASH_STEPS))
     order = b"".join(run.plan.global_batch(step).tobytes() for step in steps)
     about = {

@@ -119,7 +119,7 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
     # Evaluation and prediction wait for a slow rank, or for what comes on standard input.
     kwargs.setdefault("kwargs_handlers", [InitProcessGroupKwargs(timeout=timedelta(days=1))])
     accelerator = Accelerator(cpu=on_cpu, **kwargs)
-    if _is_compiled():
+    if is_compiled():
         torch._dynamo.config.recompile_limit = COMPILATIONS
         torch._dynamo.config.fail_on_recompile_limit_hit = True  # not on in eager mode, unsaid
         if accelerator.mixed_precision == "no":
@@ -169,12 +169,12 @@ def check_granted(accelerator: Accelerator, model: nn.Module) -> None:
     wraps_one = accelerator.distributed_type == DistributedType.MULTI_CPU  # as on a GPU it does not
     one_or_ddp = "one process" if alone and not wraps_one else "DDP"
     strategy = "FSDP" if request.distributed_type == "FSDP" else one_or_ddp
-    is_compiled = any(is_compiled_module(module) for module in model.modules())
+    compiled = any(is_compiled_module(module) for module in model.modules())
     asked_cpu = on_cpu if request.use_cpu is None else request.use_cpu
     compared: list[tuple[str, Any, Any]] = [
         ("strategy", strategy, fsdp.strategy_of(model)),
         ("mixed_precision", request.mixed_precision, accelerator.mixed_precision),
-        ("compile", _is_compiled(), is_compiled),
+        ("compile", is_compiled(), compiled),
         ("use_cpu", asked_cpu, on_cpu),
         ("layers not wrapped", [], fsdp.unwrapped_layers(accelerator, model)),
     ]
@@ -185,7 +185,8 @@ def check_granted(accelerator: Accelerator, model: nn.Module) -> None:
         raise LaunchError(f"{request.source} is not what runs:\n  " + "\n  ".join(differences))
 
 
-def _is_compiled() -> bool:
+def is_compiled() -> bool:
+    """Return whether the YAML or command asks for compiled models."""
     return os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
 
 
