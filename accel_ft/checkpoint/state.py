@@ -28,10 +28,9 @@ TRAINER_STATE = "trainer_state.json"
 CHARACTERS_TOLD = 500  # of a message of a library
 RUN_STATE = (  # a run's own, by name
     "step", "loss_weight", "best", "num_worse", "eval_is_due", "num_nonfinite", "newest_nonfinite",
+    "passed_over",
 )  # fmt: skip
-TRAINER_STATE_KEYS = {
-    *RUN_STATE, "num_processes", "device", "identity", "scheduler", "loss_sums", "passed_over",
-}  # fmt: skip
+TRAINER_STATE_KEYS = {*RUN_STATE, "num_processes", "device", "identity", "scheduler", "loss_sums"}
 
 
 def save(

@@ -169,11 +169,10 @@ def _roll_back_to_newest(run: Run, sick_step: int) -> None:
     if run.accelerator.is_main_process:
         later = [path for _, path in transaction.list_published(run.checkpoints) if path > folder]
         transaction.remove_leftovers(run.checkpoints, later)
-    counts = run.num_nonfinite, run.newest_nonfinite
-    run.passed_over.add(sick_step)
+    kept = run.num_nonfinite, run.newest_nonfinite, [*run.passed_over, sick_step]
     run.outcomes.clear()
     run.resume(folder)
-    run.num_nonfinite, run.newest_nonfinite = counts
+    run.num_nonfinite, run.newest_nonfinite, run.passed_over = kept
     run.events.rewind(run.step, run.eval_is_due)
     logger.warning("rolled back to update %d", run.step)
 

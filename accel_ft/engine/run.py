@@ -72,7 +72,7 @@ class Run:
     warned: bool = False
     eval_is_due: bool = False
     """Whether a signal interrupted the evaluation of this update."""
-    passed_over: set[int] = field(default_factory=set)
+    passed_over: list[int] = field(default_factory=list)
     """Updates whose batch a rollback leaves out."""
     num_nonfinite: int = 0
     """Updates in a row that were not finite."""
@@ -207,7 +207,6 @@ class Run:
                 "job's: rows are trained more, or less, often",
                 self.step, self.step / there, self.step / here,
             )  # fmt: skip
-        self.passed_over |= set(saved["passed_over"])
         if self.best is not None:
             is_needed = self._protected_step not in (None, self.step)  # or it was just loaded
             is_lost = is_needed and not state.is_sound(self.watch, self._best_folder())
@@ -379,7 +378,6 @@ class Run:
             "scheduler": self.scheduler.state_dict(),
             "steps_per_epoch": self.plan.steps_per_epoch,
             "loss_sums": self.watch.tell(self.loss_sum),
-            "passed_over": sorted(self.passed_over),
         }
         final = transaction.checkpoint_folder(self.checkpoints, self.step)
         model = self._plain_model()
