@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any
 from unittest import mock
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -23,7 +22,7 @@ from accel_ft.diagnosis.gradients import gradients_of
 
 Update = list[str]
 BACKWARD, REDUCE, STEP, SCHEDULE = "backward", "reduce", "step", "schedule"
-LEFT, LOST = "left", "lost"
+LEFT = "left"
 
 
 class _Recorder:
@@ -34,9 +33,7 @@ class _Recorder:
         self.depth = 0
         self.stepped: list[torch.optim.Optimizer] = []
         self.used: dict[torch.optim.Optimizer, list[tuple[Any, Any, int]]] = {}
-        self.added: dict[torch.optim.Optimizer, int] = {}
-        self.seen: set[torch.optim.Optimizer] = set()
-        self.schedulers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.added: set[torch.optim.Optimizer] = set()
         self.sums_next = False
 
     def forward(self, model: nn.parallel.DistributedDataParallel) -> None:
@@ -72,9 +69,7 @@ class _Recorder:
 
     def backward(self, *_: Any) -> None:
         """Note a backward pass, and the gradients that a step has used and nothing has cleared."""
-        for optimizer in [each for each in self.added if not _gradients(each)]:
-            if self.added.pop(optimizer) == self.events.count(STEP) and len(self.seen) == 1:
-                self.events.append(LOST)
+        self.added = {optimizer for optimizer in self.added if _gradients(optimizer)}
         self.used = {
             optimizer: [(p, p.grad, _version(p.grad)) for p in _gradients(optimizer)]
             for optimizer in self.stepped
@@ -94,7 +89,7 @@ class _Recorder:
                 for p, grad, version in used
             )
         }
-        self.added |= dict.fromkeys(added, self.events.count(STEP))
+        self.added |= added
         self.stepped = [one for one, used in self.used.items() if used and one not in added]
         self.used = {}
 
@@ -104,17 +99,13 @@ class _Recorder:
         """
         if optimizer in self.added and _gradients(optimizer):
             self.events.append(LEFT)
-        self.added.pop(optimizer, None)
-        self.seen.add(optimizer)
-        if len(self.seen) > 1:  # what seemed lost was for the other's step
-            self.events[:] = [event for event in self.events if event != LOST]
+        self.added.discard(optimizer)
         self.events.append(STEP)
         self.stepped.append(optimizer)
 
     def schedule(self, scheduler: Any, *_: Any) -> None:
-        """Note a scheduler's step; each scheduler has a number."""
-        number = self.schedulers.setdefault(scheduler, len(self.schedulers))
-        self.events.append(f"{SCHEDULE} {number}")
+        """Note a scheduler's step, and whose it is."""
+        self.events.append(f"{SCHEDULE} {id(scheduler)}")
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -199,7 +190,7 @@ def accumulation_calls(events: Sequence[str], accumulation_steps: int) -> Findin
     counts = [update.count(BACKWARD) for update in updates]
     if not any(counts):
         return skipped(check, f"{events.count(STEP)} steps, no backward pass outside of step()")
-    uncleared, lost = events.count(LEFT), events.count(LOST)
+    uncleared = events.count(LEFT)
     # a scheduler's step comes after the optimizer's: it stands in the block that follows
     schedules = max(
         max(Counter(e for e in block if e.startswith(SCHEDULE)).values(), default=0)
@@ -218,11 +209,6 @@ def accumulation_calls(events: Sequence[str], accumulation_steps: int) -> Findin
             uncleared > 0,
             f"{uncleared} updates begin with the gradients of the one before",
             "optimizer.zero_grad() after each step",
-        ),
-        (
-            lost > 0,
-            f"{lost} micro-batches' gradients are cleared before a step takes them",
-            "optimizer.zero_grad() after the step alone",
         ),
         (
             max(counts) > accumulation_steps,

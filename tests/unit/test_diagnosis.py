@@ -656,14 +656,6 @@ def test_loops_of_others() -> None:
                 optimizer.step()
             theirs.zero_grad()
     well(accumulation.accumulation_calls(events, 2))
-    with accumulation.recording() as events:  # cleared after the first of two, not after the step
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for _ in range(3):
-            loss_of(model, ROWS[:4]).backward()
-            optimizer.zero_grad()
-            loss_of(model, ROWS[4:8]).backward()
-            optimizer.step()
-    caught(accumulation.accumulation_calls(events, 2), "cleared before a step takes them")
     closed = torch.optim.LBFGS(model.parameters())
     with accumulation.recording() as events:
         for _ in range(3):
