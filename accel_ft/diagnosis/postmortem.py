@@ -1,13 +1,11 @@
 """Crashes without a trace, and hangs: which rank, at which stage, with which Python stack.
 
-The ranks write down where they are (`Stages`), Python's faulthandler writes the stack, and
-`post_mortem` reads both.
+Each rank writes down where it is (`Stages`), Python's faulthandler adds the stack, and
+`post_mortem` reads what they left.
 """
 
 import contextlib
 import faulthandler
-import json
-import os
 import signal
 import sys
 import time
@@ -19,13 +17,15 @@ from typing import NamedTuple, Self
 from accel_ft.diagnosis.finding import Finding, failed, listed, passed
 
 CHECK = "post-mortem"
+LOG = "rank_{:05d}.log"
+STAGE, RAISED = "stage of accel_ft: ", "raised: "
 ECHOES = ("connection closed", "connection reset", "broken pipe", "timed out", "remote process")
 NCCL = "on NCCL, TORCH_NCCL_TRACE_BUFFER_SIZE=2000 and TORCH_NCCL_DUMP_ON_TIMEOUT=1 let its flight "
 NCCL += "recorder name the collective"
 
 
 class Stages:
-    """What this rank is doing, in files that outlive it.
+    """What this rank is doing, in a file that outlives it.
 
     with Stages(folder, rank, limit_seconds=60) as stage:
         stage("model") ...
@@ -38,21 +38,18 @@ class Stages:
     """
 
     def __init__(self, folder: Path, rank: int, limit_seconds: float) -> None:
-        self.folder, self.rank, self.limit = folder, rank, limit_seconds
+        self.path, self.limit = folder / LOG.format(rank), limit_seconds
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"stage_{rank:05d}.json").unlink(missing_ok=True)  # of an earlier job
+        self.path.unlink(missing_ok=True)  # of an earlier job
 
     def __call__(self, name: str) -> None:
         """Say what begins now, and give it the whole limit."""
-        words = {"rank": self.rank, "pid": os.getpid(), "stage": name, "at": time.time()}
-        staging = self.folder / f"stage_{self.rank:05d}.tmp"
-        staging.write_text(json.dumps(words))
-        staging.replace(self.folder / f"stage_{self.rank:05d}.json")
+        print(f"{STAGE}{time.time()} {name}", file=self._log, flush=True)
         if name != "end":
             faulthandler.dump_traceback_later(self.limit, exit=True, file=self._log)
 
     def __enter__(self) -> Self:
-        self._log = (self.folder / f"stack_{self.rank:05d}.log").open("w", encoding="utf-8")
+        self._log = self.path.open("w", encoding="utf-8")
         faulthandler.enable(self._log)
         self("start")
         return self
@@ -65,7 +62,7 @@ class Stages:
         else:
             print("".join(traceback.format_exception(error)), file=self._log)
             first = str(error).strip().partition("\n")[0]
-            print(f"raised: {type(error).__name__}: {first}", file=self._log)
+            print(f"{RAISED}{type(error).__name__}: {first}", file=self._log)
         self._log.close()
         with contextlib.suppress(OSError, ValueError):
             faulthandler.enable(sys.stderr)
@@ -82,7 +79,7 @@ def post_mortem(
         exit_codes: by rank, where the caller started the processes; negative is a signal.
     """
     ends = [_read(folder, rank, (exit_codes or {}).get(rank)) for rank in range(num_ranks)]
-    missing = [end.rank for end in ends if end.stage is None]
+    missing = [end.rank for end in ends if not end.stage]
     if missing:
         return failed(
             CHECK, f"rank {listed(missing)} never started", "see the launcher's own output"
@@ -102,17 +99,17 @@ def post_mortem(
             f"loaders of unequal length end early on one rank; {NCCL}",
         )
     first = min(causes or lost, key=lambda end: end.at)
-    log = folder / f"stack_{first.rank:05d}.log"
+    log = folder / LOG.format(first.rank)
     return failed(CHECK, f"{first.where}{first.how}{gone}", f"see {log}")
 
 
 class _End(NamedTuple):
-    """How one rank ended: at which stage (None where it never started), when that began, whether
+    """How one rank ended: at which stage ("" where it never started), when that began, whether
     it reached its end, hung, or only felt another's end; where it was, and what ended it.
     """
 
     rank: int
-    stage: str | None
+    stage: str
     at: float
     is_well: bool
     hung: bool
@@ -122,22 +119,21 @@ class _End(NamedTuple):
 
 
 def _read(folder: Path, rank: int, code: int | None) -> _End:
-    stage, at, stack = None, 0.0, ""
-    with contextlib.suppress(OSError, ValueError):
-        words = json.loads((folder / f"stage_{rank:05d}.json").read_text())
-        stage, at = words["stage"], words["at"]
+    log = ""
     with contextlib.suppress(OSError):
-        stack = (folder / f"stack_{rank:05d}.log").read_text(errors="replace")
-    lines = stack.splitlines()
-    fatal = [line for line in lines if line.startswith("Fatal Python error")]
-    raised = [line.removeprefix("raised: ") for line in lines if line.startswith("raised: ")]
-    error = raised[-1] if raised else ""
-    main = stack.rpartition("Thread ")[2] or stack
+        log = (folder / LOG.format(rank)).read_text(errors="replace")
+
+    def told(mark: str) -> list[str]:
+        return [line.removeprefix(mark) for line in log.splitlines() if line.startswith(mark)]
+
+    at, _, stage = (told(STAGE) or ["0"])[-1].partition(" ")
+    error, fatal = ((told(mark) or [""])[-1] for mark in (RAISED, "Fatal Python error: "))
+    main = log.rpartition("Thread ")[2]
     frames = [line.strip() for line in main.splitlines() if line.strip().startswith("File ")]
     if "most recent call last" in main:
         frames.reverse()
     own = [frame for frame in frames if "site-packages" not in frame and "/lib/python" not in frame]
-    how = f", {error or fatal[0]}" if error or fatal else ""
+    how = f", {error or fatal}" if error or fatal else ""
     if code is not None and code < 0:
         how = f", ended by {signal.Signals(-code).name}"
     elif not how:
@@ -146,9 +142,9 @@ def _read(folder: Path, rank: int, code: int | None) -> _End:
     return _End(
         rank,
         stage,
-        at,
+        float(at),
         is_well=stage == "end" and code in (None, 0),
-        hung=stack.startswith("Timeout"),
+        hung=bool(told("Timeout (")),
         is_echo=code == -signal.SIGTERM or any(words in error.lower() for words in ECHOES),
         where=f"rank {rank} at stage {stage}" + (f" at {(own or frames)[0]}" if frames else ""),
         how=how,

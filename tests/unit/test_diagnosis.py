@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import json
 import math
 import random
 import re
@@ -796,16 +795,14 @@ def test_a_hang_that_ends_others(tmp_path: Path) -> None:
     """One rank's limit ends it; the other only feels that, or is ended by the launcher."""
     for rank, words in ((0, "Timeout (0:01:00)!\nThread 0x1 (most recent call first):\n  File \"train.py\", line 7 in step"),
                         (1, "raised: RuntimeError: Connection closed by peer")):  # fmt: skip
-        (tmp_path / f"stage_{rank:05d}.json").write_text(
-            json.dumps({"stage": "step 5", "at": 2 - rank})
-        )
-        (tmp_path / f"stack_{rank:05d}.log").write_text(words)
+        stage = f"{postmortem.STAGE}{2 - rank} step 5\n"
+        (tmp_path / f"rank_{rank:05d}.log").write_text(stage + words)
     caught(
         postmortem.post_mortem(tmp_path, 2),
         'a hang: rank 0 at stage step 5 at File "train.py"',
         "rank 1 at stage step 5",
     )
-    (tmp_path / "stack_00001.log").write_text("")
+    (tmp_path / "rank_00001.log").write_text(stage)
     caught(postmortem.post_mortem(tmp_path, 2, {0: 1, 1: -15}), "a hang: rank 0")
 
 
