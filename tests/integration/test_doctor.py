@@ -11,6 +11,7 @@ from conftest import job_words
 from accel_ft import doctor, train
 from accel_ft.checkpoint import convert
 from accel_ft.data import loader
+from accel_ft.diagnosis import machine
 from accel_ft.diagnosis.strides import CHECK
 from accel_ft.engine import build, loop
 from accel_ft.engine.run import Run
@@ -74,6 +75,19 @@ def test_faults_of_the_user_are_findings(tmp_path: Path, tiny_model: Path) -> No
     )
     assert (code, found["set-up"]["verdict"]) == (1, "FAIL")
     assert "every row has the label 'x'" in found["set-up"]["measured"]
+
+
+def test_a_check_that_fails_itself_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> None:
+        raise ValueError("what nobody thought of\nand more")
+
+    monkeypatch.setattr(machine, "clocks", broken)
+    code, found = examined(tmp_path)
+    assert (code, found["examination"]["verdict"]) == (1, "FAIL")
+    assert found["examination"]["measured"] == "ValueError: what nobody thought of"
+    assert "in broken" in capsys.readouterr().err
 
 
 def mean_of_means(monkeypatch: pytest.MonkeyPatch) -> None:
