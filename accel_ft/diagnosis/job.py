@@ -10,7 +10,7 @@ import math
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ from accel_ft.errors import LaunchError
 from accel_ft.model import dropout
 from accel_ft.model.memory import device_bytes
 from accel_ft.model.optim import make_optimizer, make_scheduler, scaled_learning_rate
-from accel_ft.runtime.hub import hub_reachable
+from accel_ft.runtime.hub import hub_reachable, is_hub_id
 from accel_ft.runtime.launch import make_training_accelerator
 from accel_ft.runtime.logging import progress_bar, read_events
 from accel_ft.runtime.watch import Watch
@@ -137,8 +137,7 @@ def _needs_hub(config: TrainConfig) -> bool:
     names = [config.model_name_or_path]
     if config.train_file is None:
         names.append(config.dataset_name or DEFAULT_DATASET)
-    on_hub = (not name.startswith("package://") and not Path(name).exists() for name in names)
-    return not _is_empty(config) and any(on_hub)
+    return not _is_empty(config) and any(map(is_hub_id, names))
 
 
 def _probe(config: TrainConfig, folder: Path, watch: Watch) -> TrainConfig:
@@ -256,36 +255,29 @@ def _on_a_plain_model(run: Run, config: TrainConfig, capacity: int) -> Iterator[
     _without_dropout(model)
     yield tensors.aliased_parameters(model, replicas.is_sharded(run.model))
     yield tensors.shared_modules(run.train_batches, model)
-    parts = run.plan.micro_batches(0, run.num_micro_batches)
-    micro_batches = [_batch(run, places) for places in parts if len(places)]
-    largest = micro_batches[-1]
+    parts = [part for part in run.plan.micro_batches(0, run.num_micro_batches) if len(part)]
+    longest = _batch(run, parts[-1])
 
     def loss() -> torch.Tensor:
-        return _loss(run, model, largest)
+        return _loss(run, model, longest)
 
     yield replicas.used_parameters(model, loss)
     yield strides.gradient_strides(model, loss)
     yield tensors.in_place(model, loss)
     # At once it may not fit: cut in another way, a sum that depends on the cut differs too.
-    places, count, weight = run.plan.global_batch(0), len(micro_batches), run.global_weight(0)
-    cut_otherwise = [_batch(run, places[start::count]) for start in range(count)]
-
-    def backward(batches: list[Batch]) -> float:
-        losses = []
-        for batch in batches:
-            loss = _loss(run, model, batch) / weight
-            torch.autograd.backward(loss)
-            losses.append(loss.item())
-        return sum(losses)
-
+    whole = run.plan.global_batch(0)
+    cut_otherwise = [whole[start :: len(parts)] for start in range(len(parts))]
     if accelerator.mixed_precision == "fp16":
         yield skipped("accumulated gradient", FP16)
     else:
         tolerance = TOLERANCE[accelerator.mixed_precision]
         yield accumulation.accumulated_gradient(
-            model, lambda: backward(micro_batches), lambda: backward(cut_otherwise), tolerance
+            model,
+            lambda: _backward(run, model, 0, parts),
+            lambda: _backward(run, model, 0, cut_otherwise),
+            tolerance,
         )
-    first = backward(cut_otherwise)
+    first = _backward(run, model, 0, parts)
     if run.config.problem_type == "regression":
         yield skipped("initial loss", "nothing is known of a regression's")
     else:  # a label of several is there or not
@@ -324,6 +316,16 @@ def _loss(run: Run, model: nn.Module, batch: Batch, smoothing: float | None = No
     return weighted_loss(logits, batch["labels"], batch["weights"], smoothing)
 
 
+def _backward(run: Run, model: nn.Module, step: int, parts: Iterable[Any]) -> float:
+    """Leave the gradients of update `step`, cut into `parts`; return its loss."""
+    total = 0.0
+    for places in parts:
+        loss = _loss(run, model, _batch(run, places)) / run.global_weight(step)
+        torch.autograd.backward(loss)
+        total += loss.item()
+    return total
+
+
 def _without_dropout(model: nn.Module) -> None:
     """Set every dropout probability to 0, those that attention layers keep as numbers too."""
     for module in model.modules():
@@ -335,17 +337,14 @@ def _without_dropout(model: nn.Module) -> None:
 
 
 def _loader_speed(run: Run, model: nn.Module) -> Finding:
-    batches = iter(
-        make_loader(run.accelerator, run.train_batches, 0, run.config.dataloader_num_workers)
-    )
+    loader = make_loader(run.accelerator, run.train_batches, 0, run.config.dataloader_num_workers)
 
     def step(batch: Batch) -> None:
         torch.autograd.backward(_loss(run, model, batch))
         model.zero_grad()
 
-    finding = machine.loader_speed(batches, step, run.accelerator.device)
-    for _ in batches:  # to its end: a loader that is left early stays registered
-        pass
+    finding = machine.loader_speed(loader, step, run.accelerator.device)
+    loader.end()  # left early, it would stay registered
     return finding
 
 
@@ -421,7 +420,7 @@ def _on_the_loop(run: Run) -> Iterator[Finding]:
 
 
 def _alone(run: Run) -> list[tuple[float, float]]:
-    """Loss and gradient norm of the run's updates on one process, each global batch at once."""
+    """Loss and gradient norm of the run's updates, on one process."""
     config, device = run.config, run.accelerator.device
     model, _ = plain_model(config, device, run.splits.label_names, run.tokenizer)
     _without_dropout(model.to(device).train())
@@ -431,17 +430,14 @@ def _alone(run: Run) -> list[tuple[float, float]]:
     scheduler = make_scheduler(config, optimizer, run.num_steps)
     seen = []
     for step in range(run.num_steps):
-        places, total = run.plan.global_batch(step), 0.0
-        for part in np.array_split(places, min(run.num_micro_batches, len(places))):
-            loss = _loss(run, model, _batch(run, part)) / run.global_weight(step)
-            torch.autograd.backward(loss)
-            total += loss.item()
+        parts = run.plan.micro_batches(step, run.num_micro_batches)
+        loss = _backward(run, model, step, parts)
         limit = config.max_grad_norm or float("inf")
         norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        seen.append((total, norm.item()))
+        seen.append((loss, norm.item()))
     return seen
 
 
