@@ -113,9 +113,11 @@ def calibration(
     return rows, float((np.abs(rows[:, 0] - rows[:, 1]) * rows[:, 2]).sum())
 
 
-def intervals(hits: int, present: int, predicted: int, total: int) -> dict[str, list[float]]:
-    """Return 95 % intervals of one class's scores, from the posterior of the four counts under
-    Jeffreys' prior, which stays sound at none and at all of few samples; the estimate is inside.
+def intervals(
+    hits: int, present: int, predicted: int, total: int
+) -> dict[str, tuple[float, float, float]]:
+    """Return one class's scores and their 95 % intervals, from the posterior of the four counts
+    under Jeffreys' prior, which stays sound at none and at all of few samples; the score is inside.
 
     Source: Goutte and Gaussier, A probabilistic interpretation of precision, recall and F-score.
 
@@ -125,7 +127,7 @@ def intervals(hits: int, present: int, predicted: int, total: int) -> dict[str, 
         total: samples in all.
 
     Returns:
-        precision, recall, f1: lower and upper end.
+        precision, recall, f1: the score, the lower and the upper end.
     """
     from accel_ft.metrics import class_scores  # `import evaluate` is slow to come
 
@@ -137,5 +139,5 @@ def intervals(hits: int, present: int, predicted: int, total: int) -> dict[str, 
     for key in ("precision", "recall", "f1"):
         estimate, *others = scores[key]
         low, high = np.quantile(others, [0.025, 0.975]).tolist()
-        found[key] = [min(low, estimate), max(high, estimate)]
+        found[key] = (estimate, min(low, estimate), max(high, estimate))
     return found

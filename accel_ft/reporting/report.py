@@ -12,7 +12,7 @@ import numpy as np
 import yaml
 
 from accel_ft.errors import require
-from accel_ft.metrics import class_scores, confusion_matrix, sigmoid, softmax
+from accel_ft.metrics import confusion_matrix, sigmoid, softmax
 from accel_ft.reporting.record import Record, calibration, intervals, read_record, results
 from accel_ft.runtime.files import write_whole
 
@@ -131,15 +131,8 @@ def _about_predictions(record: Record) -> dict[str, Any]:
         found = chances >= record.predictions["thresholds"]
         hits, present, chosen = (found & actual).sum(0), actual.sum(0), found.sum(0)
         about["calibration"] = calibration(chances.ravel(), actual.ravel())
-    scores = class_scores(hits, present, chosen)
     about["classes"] = [
-        {"label": name, "support": int(present[row])}
-        | {
-            key: (scores[key][row], *ends)
-            for key, ends in intervals(
-                int(hits[row]), int(present[row]), int(chosen[row]), len(labels)
-            ).items()
-        }
-        for row, name in enumerate(names)
+        {"label": name, "support": count} | intervals(hit, count, predicted, len(labels))
+        for name, hit, count, predicted in zip(names, hits, present, chosen, strict=True)
     ]
     return about

@@ -165,13 +165,14 @@ def test_calibration_and_intervals() -> None:
     assert rows.tolist() == pytest.approx(np.array([[0.55, 0.5, 1 / 3], [0.95, 0.75, 2 / 3]]))
     assert error == pytest.approx(0.05 / 3 + 0.2 * 2 / 3)
     spread = intervals(hits=90, present=100, predicted=90, total=200)
-    low, high = spread["recall"]
+    score, low, high = spread["recall"]
+    assert score == 0.9
     assert 0.82 < low < 0.87  # exact binomial: 0.824-0.951
     assert 0.93 < high < 0.97
-    low, high = intervals(10, 10, 10, 40)["recall"]  # by Jeffreys: 0.783-1.0
+    _, low, high = intervals(10, 10, 10, 40)["recall"]  # by Jeffreys: 0.783-1.0
     assert 0.75 < low < 0.82
     assert high == 1.0
-    low, high = intervals(0, 10, 0, 40)["recall"]
+    _, low, high = intervals(0, 10, 0, 40)["recall"]
     assert low == 0.0
     assert 0.18 < high < 0.25
 
