@@ -67,7 +67,7 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
         images[name] = base64.b64encode(file.getvalue()).decode()
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     page = jinja2.Template(template, autoescape=True, trim_blocks=True).render(
-        runs=shown, images=images, curves=curves,
+        runs=shown, images=images, curves=curves, text=_text,
         metrics=dict.fromkeys(key for run in shown for key in run["scores"]),
     )  # fmt: skip
     write_whole(output / "report.html", page)
@@ -82,27 +82,12 @@ def _about(record: Record) -> dict[str, Any]:
     if end and end[-1]["model_step"] != end[-1]["step"]:
         state += f", the model is that of update {end[-1]['model_step']}"
     about: dict[str, Any] = {
-        "name": record.name,
+        **vars(record),
         "rows": split,
         "tuned": " (which thresholds are tuned on)"
         * ("thresholds" in record.predictions and split == "validation"),
         "state": state,
         "scores": scores,
-        "settings": {k: v for k, v in record.settings.items() if v not in (None, (), [])},
-        "receipt": {
-            key: value if isinstance(value, str | int) else _yaml(value)
-            for key, value in record.receipt.items()
-        },
-        "timeline": [
-            {
-                key: f"{value / 2**20:,.0f} MiB" if key == "peak_memory" else value
-                for key, value in event.items()
-                if key not in ("event", "step") and not key.startswith("eval_")
-            }
-            | {"event": event["event"], "step": event["step"]}
-            for event in record.events
-            if event["event"] not in ("train", "eval", "test")
-        ],
         "mistakes": record.mistakes[:MISTAKES_SHOWN],
     }
     if record.predictions:
@@ -110,7 +95,10 @@ def _about(record: Record) -> dict[str, Any]:
     return about
 
 
-def _yaml(value: Any) -> str:
+def _text(value: Any) -> Any:
+    """What stands in a cell: a tree as YAML, which is easier to read than Python's own words."""
+    if isinstance(value, str | int):
+        return value
     return yaml.safe_dump(value, sort_keys=False, allow_unicode=True).removesuffix("...\n")
 
 
