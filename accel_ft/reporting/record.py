@@ -42,12 +42,6 @@ class Record:
         """Return the events of a kind."""
         return [each for each in self.events if each["event"] == event]
 
-    @property
-    def label_names(self) -> list[str]:
-        """By id."""
-        names: list[str] = self.receipt["identity"]["labels"]
-        return names
-
 
 def scores_of(event: dict[str, Any]) -> dict[str, float]:
     """Return the metrics of an eval, test or end event, by name."""

@@ -43,15 +43,11 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
 
     pictures = figures.curves(records)
     curves = list(pictures)
-    shown = []
-    for number, record in enumerate(records):
-        about = _about(record)
-        shown.append(about)
+    shown = [_about(record) for record in records]
+    for number, about in enumerate(shown):
         if "matrix" in about:
-            drawn = figures.confusion(about["matrix"], record.label_names)
-            pictures[f"confusion_{number}"] = drawn
-            about["labels"] = record.label_names
-            about["has_table"] = len(record.label_names) <= figures.TICKS_AT_MOST
+            pictures[f"confusion_{number}"] = figures.confusion(about["matrix"], about["labels"])
+            about["has_table"] = len(about["labels"]) <= figures.TICKS_AT_MOST
         if "calibration" in about:
             pictures[f"reliability_{number}"] = figures.reliability(*about["calibration"])
         if "values" in about:
@@ -104,10 +100,10 @@ def _text(value: Any) -> Any:
 
 def _about_predictions(record: Record) -> dict[str, Any]:
     logits, labels = record.predictions["logits"], record.predictions["labels"]
-    names = record.label_names
+    names = record.receipt["identity"]["labels"]
     if labels.ndim == 1 and labels.dtype.kind == "f":
         return {"values": (labels, logits[:, 0])}
-    about: dict[str, Any] = {}
+    about: dict[str, Any] = {"labels": names}
     if labels.ndim == 1:
         predicted = logits.argmax(axis=1)
         matrix = confusion_matrix(labels, predicted, len(names))
