@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from accel_ft.diagnosis.finding import Finding, failed, listed, passed
+from accel_ft.errors import first_line
 
 CHECK = "post-mortem"
 LOG = "rank_{:05d}.log"
@@ -61,8 +62,7 @@ class Stages:
             self("end")
         else:
             print("".join(traceback.format_exception(error)), file=self._log)
-            first = str(error).strip().partition("\n")[0]
-            print(f"{RAISED}{type(error).__name__}: {first}", file=self._log)
+            print(f"{RAISED}{type(error).__name__}: {first_line(error)}", file=self._log)
         self._log.close()
         with contextlib.suppress(OSError, ValueError):
             faulthandler.enable(sys.stderr)
