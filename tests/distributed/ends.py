@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import json
 import os
-import socket
 import sys
 import time
 from datetime import timedelta
@@ -49,25 +48,14 @@ def train(stage, rank, fault):
             dist.all_reduce(torch.ones(1))
 
 
-def program(folder, rank, fault, port):
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+def program(folder, rank, fault):
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     with Stages(folder, rank, limit_seconds=5) as stage:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        store, limit = f"file://{folder.absolute()}/store", timedelta(seconds=60)
+        dist.init_process_group("gloo", store, limit, world_size=2, rank=rank)
         stage("model")
         build_model(rank, fault)
         train(stage, rank, fault)
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 if __name__ == "__main__":
@@ -75,13 +63,12 @@ if __name__ == "__main__":
     root, *faults = sys.argv[1:]
     pids = {}
     for fault in faults:
-        port = free_port()
         for rank in range(2):
             pid = os.fork()
             if pid == 0:
                 code = 1
                 try:
-                    program(Path(root) / fault, rank, fault, port)
+                    program(Path(root) / fault, rank, fault)
                     code = 0
                 finally:
                     os._exit(code)
