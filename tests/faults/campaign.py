@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from ranks import Ranks, import_what_ranks_import
 from accel_ft.checkpoint import convert, state, transaction, trust
 from accel_ft.checkpoint.open import open_classifier
 from accel_ft.errors import CheckpointError, UserError
+from accel_ft.runtime.logging import read_events
 
 torch.set_num_threads(1)
 logging.getLogger("accel_ft").setLevel(logging.ERROR)
@@ -117,16 +119,8 @@ def tail(run: Path) -> str:
 
 def steps_logged(run: Path) -> int:
     """Updates in metrics.jsonl."""
-    if not (run / "metrics.jsonl").exists():
-        return 0
-    return max((e["step"] for e in read_events(run) if e["event"] == "train"), default=0)
-
-
-def read_events(run: Path) -> list[dict[str, Any]]:
-    """Events, without a last line that was cut short."""
-    from accel_ft.runtime.logging import read_events as read
-
-    return list(read(run / "metrics.jsonl"))
+    events = read_events(run / "metrics.jsonl")
+    return max((e["step"] for e in events if e["event"] == "train"), default=0)
 
 
 def check_work_lost(run: Path) -> None:
@@ -256,70 +250,62 @@ def one_rank_killed_in_a_save(bench: Bench, tries: int) -> Iterator[Callable[[],
         yield lambda event=event, number=number: kill_at(bench, 2, event, number % 2)
 
 
-def killed_20_times(bench: Bench, tries: int) -> Iterator[Callable[[], None]]:
+def killed_20_times(bench: Bench, number: int) -> None:
     """One run killed 20 times and gone on with each time."""
-
-    def attempt(num_ranks: int) -> None:
-        run, more = bench.new_run(), ("--num_train_epochs", 11)
-        bench.reference(num_ranks, *more)
-        for number in range(1, 21):
-            goal = SAVE_STEPS * number + bench.random.randint(0, 2)
-            ranks = bench.start(run, num_ranks, *more)
-            while steps_logged(run) < goal:
-                check(not ranks.poll(), f"ended too early: {tail(run)}")
-                time.sleep(0.002)
-            time.sleep(bench.random.uniform(0, 0.03))
-            ranks.kill()
-            ranks.wait()
-            check_work_lost(run)
-        bench.resume(run, num_ranks, *more)
-
-    for number in range(tries):
-        yield lambda number=number: attempt(1 + number % 2)
+    num_ranks = 1 + number % 2
+    run, more = bench.new_run(), ("--num_train_epochs", 11)
+    bench.reference(num_ranks, *more)
+    for kill in range(1, 21):
+        goal = SAVE_STEPS * kill + bench.random.randint(0, 2)
+        ranks = bench.start(run, num_ranks, *more)
+        while steps_logged(run) < goal:
+            check(not ranks.poll(), f"ended too early: {tail(run)}")
+            time.sleep(0.002)
+        time.sleep(bench.random.uniform(0, 0.03))
+        ranks.kill()
+        ranks.wait()
+        check_work_lost(run)
+    bench.resume(run, num_ranks, *more)
 
 
 # 2. A power cut: what was not fsynced is not on the disk.
 
 
-def power_cut(bench: Bench, tries: int) -> Iterator[Callable[[], None]]:
+def power_cut(bench: Bench, number: int) -> None:
     """At each rename of a save, files keep only the content that was fsynced; what is published must still verify."""
+    num_ranks = 1 + number % 2
+    run = bench.new_run()
+    disk = run.with_suffix(".disk")
+    disk.mkdir(parents=True)
 
-    def attempt(num_ranks: int) -> None:
-        run = bench.new_run()
-        disk = run.with_suffix(".disk")
-        disk.mkdir(parents=True)
+    def before(rank: int) -> None:
+        synced: dict[tuple[int, int], tuple[int, int]] = {}
+        fsync, rename = os.fsync, Path.rename
 
-        def before(rank: int) -> None:
-            synced: dict[tuple[int, int], tuple[int, int]] = {}
-            fsync, rename = os.fsync, Path.rename
+        def recording_fsync(descriptor: Any) -> None:
+            number = descriptor if isinstance(descriptor, int) else descriptor.fileno()
+            fsync(number)
+            about = os.fstat(number)
+            synced[about.st_dev, about.st_ino] = (about.st_size, about.st_mtime_ns)
 
-            def recording_fsync(descriptor: Any) -> None:
-                number = descriptor if isinstance(descriptor, int) else descriptor.fileno()
-                fsync(number)
-                about = os.fstat(number)
-                synced[about.st_dev, about.st_ino] = (about.st_size, about.st_mtime_ns)
+        def recording_rename(path: Path, target: Any) -> Path:
+            if Path(target).name.startswith("step_"):
+                shutil.copytree(path, disk / Path(target).name)
+                for file in path.rglob("*"):
+                    about = file.stat()
+                    now = (about.st_size, about.st_mtime_ns)
+                    if synced.get((about.st_dev, about.st_ino)) != now and file.is_file():
+                        (disk / Path(target).name / file.relative_to(path)).write_bytes(b"")
+            return rename(path, target)
 
-            def recording_rename(path: Path, target: Any) -> Path:
-                if Path(target).name.startswith("step_"):
-                    shutil.copytree(path, disk / Path(target).name)
-                    for file in path.rglob("*"):
-                        about = file.stat()
-                        now = (about.st_size, about.st_mtime_ns)
-                        if synced.get((about.st_dev, about.st_ino)) != now and file.is_file():
-                            (disk / Path(target).name / file.relative_to(path)).write_bytes(b"")
-                return rename(path, target)
+        os.fsync, Path.rename = recording_fsync, recording_rename  # type: ignore[method-assign]
 
-            os.fsync, Path.rename = recording_fsync, recording_rename  # type: ignore[method-assign]
-
-        codes = bench.start(run, num_ranks, before=before).wait()
-        check(codes == [0] * num_ranks, f"{codes}: {tail(run)}")
-        saved = sorted(disk.iterdir())
-        check(len(saved) == NUM_UPDATES // SAVE_STEPS, f"{len(saved)} saves seen")
-        for folder in saved:
-            transaction.verify(folder)
-
-    for number in range(tries):
-        yield lambda number=number: attempt(1 + number % 2)
+    codes = bench.start(run, num_ranks, before=before).wait()
+    check(codes == [0] * num_ranks, f"{codes}: {tail(run)}")
+    saved = sorted(disk.iterdir())
+    check(len(saved) == NUM_UPDATES // SAVE_STEPS, f"{len(saved)} saves seen")
+    for folder in saved:
+        transaction.verify(folder)
 
 
 # 3. Damage on the disk.
@@ -448,95 +434,78 @@ class Launched:
         self.launcher.wait()
 
 
-def killed_rank(bench: Bench, tries: int) -> Iterator[Callable[[], None]]:
+def killed_rank(bench: Bench, number: int) -> None:
     """One of two ranks killed while training: the other is gone in 5 s, and who, where and how is said."""
-
-    def attempt(victim: int) -> None:
-        job = Launched(bench, 2)
-        time.sleep(bench.random.uniform(0, 2))
-        job.workers[victim].kill()
-        job.seconds_until_gone(5.0)
-        said = log_of(bench)[-2500:]
-        for part in (
-            f"rank {victim} (pid {job.workers[victim].pid}",
-            "at stage ",
-            "SIGKILL",
-            f"rank_{victim:05d}.log",
-        ):
-            check(part in said, f"{part!r} is not in {said}")
-        shutil.rmtree(job.run)
-
-    for number in range(tries):
-        yield lambda number=number: attempt(number % 2)
+    victim = number % 2
+    job = Launched(bench, 2)
+    time.sleep(bench.random.uniform(0, 2))
+    job.workers[victim].kill()
+    job.seconds_until_gone(5.0)
+    said = log_of(bench)[-2500:]
+    for part in (
+        f"rank {victim} (pid {job.workers[victim].pid}",
+        "at stage ",
+        "SIGKILL",
+        f"rank_{victim:05d}.log",
+    ):
+        check(part in said, f"{part!r} is not in {said}")
+    shutil.rmtree(job.run)
 
 
-def stopped_rank(bench: Bench, tries: int) -> Iterator[Callable[[], None]]:
+def stopped_rank(bench: Bench, number: int) -> None:
     """One of two ranks stopped (SIGSTOP): both gone within the limit of 5 s and 10 s more."""
-
-    def attempt(victim: int) -> None:
-        job = Launched(bench, 2, "--ddp_timeout", 5)
-        time.sleep(bench.random.uniform(0, 2))
-        job.workers[victim].send_signal(signal.SIGSTOP)
-        job.seconds_until_gone(15.0)
-        said = log_of(bench)[-2500:]
-        check(
-            f"rank {victim} (pid {job.workers[victim].pid}" in said and "was stopped for" in said,
-            said,
-        )
-        shutil.rmtree(job.run)
-
-    for number in range(tries):
-        yield lambda number=number: attempt(number % 2)
+    victim = number % 2
+    job = Launched(bench, 2, "--ddp_timeout", 5)
+    time.sleep(bench.random.uniform(0, 2))
+    job.workers[victim].send_signal(signal.SIGSTOP)
+    job.seconds_until_gone(15.0)
+    said = log_of(bench)[-2500:]
+    check(
+        f"rank {victim} (pid {job.workers[victim].pid}" in said and "was stopped for" in said,
+        said,
+    )
+    shutil.rmtree(job.run)
 
 
-def exception_on_one_rank(bench: Bench, tries: int) -> Iterator[Callable[[], None]]:
+def exception_on_one_rank(bench: Bench, number: int) -> None:
     """A fault of one rank alone: its message is the last thing printed."""
-
-    def attempt(victim: int) -> None:
-        os.environ["BROKEN_RANK"] = str(victim)
-        job = Launched(bench, 2, script=True)
-        job.seconds_until_gone(30.0)
-        last = [line for line in log_of(bench).splitlines() if line.strip(" =-")][-1]
-        check(
-            "the moon is not made of cheese" in last and f"rank {victim}" in last,
-            log_of(bench)[-3000:],
-        )
-        shutil.rmtree(job.run)
-
-    for number in range(tries):
-        yield lambda number=number: attempt(number % 2)
+    victim = number % 2
+    os.environ["BROKEN_RANK"] = str(victim)
+    job = Launched(bench, 2, script=True)
+    job.seconds_until_gone(30.0)
+    last = [line for line in log_of(bench).splitlines() if line.strip(" =-")][-1]
+    check(
+        "the moon is not made of cheese" in last and f"rank {victim}" in last,
+        log_of(bench)[-3000:],
+    )
+    shutil.rmtree(job.run)
 
 
 # 5. Signals.
 
 
-def sigterm(bench: Bench, tries: int) -> Iterator[Callable[[], None]]:
+def sigterm(bench: Bench, number: int) -> None:
     """SIGTERM, SIGINT or SIGUSR1 to launcher or worker, at any moment: saved and gone in 10 s; goes on identically."""
     signals = (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
-    def attempt(number: int) -> None:
-        num_ranks, by_launcher = 1 + number % 2, number // 2 % 2 == 0
-        more = ("--num_train_epochs", 12, "--eval_steps", 2)
-        expected = bench.reference(num_ranks, *more)[0]
-        job = Launched(bench, num_ranks, *more[2:], "--max_steps", 72)
-        time.sleep(bench.random.uniform(0, 0.5))
-        target = job.launcher if by_launcher else bench.random.choice(job.workers)
-        target.send_signal(signals[number // 4 % 4])
-        job.seconds_until_gone(10.0)
-        events = read_events(job.run)
-        if events[-1]["event"] != "end":
-            stopped = [event for event in events if event["event"] == "preempted"]
-            check(len(stopped) == 1, f"{events[-3:]} {log_of(bench)[-3000:]}")
-            newest = transaction.list_published(job.run / "checkpoints")[-1]
-            check(newest[0] == stopped[0]["step"], f"saved {newest}, stopped {stopped}")
-            state.check(newest[1])
-        codes = bench.start(job.run, num_ranks, *more).wait()
-        check(codes == [0] * num_ranks, f"{codes}: {tail(job.run)}")
-        check(conftest.run_hash(job.run) == expected, "another result")
-        shutil.rmtree(job.run)
-
-    for number in range(tries):
-        yield lambda number=number: attempt(number)
+    num_ranks, by_launcher = 1 + number % 2, number // 2 % 2 == 0
+    more = ("--num_train_epochs", 12, "--eval_steps", 2)
+    expected = bench.reference(num_ranks, *more)[0]
+    job = Launched(bench, num_ranks, *more[2:], "--max_steps", 72)
+    time.sleep(bench.random.uniform(0, 0.5))
+    target = job.launcher if by_launcher else bench.random.choice(job.workers)
+    target.send_signal(signals[number // 4 % 4])
+    job.seconds_until_gone(10.0)
+    events = list(read_events(job.run / "metrics.jsonl"))
+    if events[-1]["event"] != "end":
+        stopped = [event for event in events if event["event"] == "preempted"]
+        check(len(stopped) == 1, f"{events[-3:]} {log_of(bench)[-3000:]}")
+        newest = transaction.list_published(job.run / "checkpoints")[-1]
+        check(newest[0] == stopped[0]["step"], f"saved {newest}, stopped {stopped}")
+        state.check(newest[1])
+    codes = bench.start(job.run, num_ranks, *more).wait()
+    check(codes == [0] * num_ranks, f"{codes}: {tail(job.run)}")
+    check(conftest.run_hash(job.run) == expected, "another result")
+    shutil.rmtree(job.run)
 
 
 # 6. Hostile files.
@@ -801,17 +770,25 @@ def take_out(part: str) -> None:
         raise SystemExit(f"--break {part}: no such part")
 
 
-SCENARIOS: dict[str, tuple[Callable[[Bench, int], Iterator[Callable[[], None]]], int, int]] = {
+Scenario = Callable[[Bench, int], Iterator[Callable[[], None]]]
+
+
+def repeated(attempt: Callable[[Bench, int], None]) -> Scenario:
+    """A scenario of one attempt, made again and again: by its number with other ranks and signals."""
+    return lambda bench, tries: (partial(attempt, bench, number) for number in range(tries))
+
+
+SCENARIOS: dict[str, tuple[Scenario, int, int]] = {
     # name: (attempts, how many in the short version, how many in the whole)
     "kills": (kills, 16, 500),
     "one_rank_killed_in_a_save": (one_rank_killed_in_a_save, 2, 40),
-    "killed_20_times": (killed_20_times, 1, 4),
-    "power_cut": (power_cut, 2, 4),
+    "killed_20_times": (repeated(killed_20_times), 1, 4),
+    "power_cut": (repeated(power_cut), 2, 4),
     "damage": (damage, 3, 50),
-    "killed_rank": (killed_rank, 1, 10),
-    "stopped_rank": (stopped_rank, 1, 10),
-    "exception_on_one_rank": (exception_on_one_rank, 1, 10),
-    "sigterm": (sigterm, 2, 40),
+    "killed_rank": (repeated(killed_rank), 1, 10),
+    "stopped_rank": (repeated(stopped_rank), 1, 10),
+    "exception_on_one_rank": (repeated(exception_on_one_rank), 1, 10),
+    "sigterm": (repeated(sigterm), 2, 40),
     "hostile": (hostile, 1, 4),
     "disk": (disk, 1, 4),
 }
