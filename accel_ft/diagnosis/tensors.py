@@ -1,7 +1,7 @@
 """Tensors where they do not belong; found by looking at objects and by running."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice, pairwise
 from multiprocessing import get_start_method
 from types import SimpleNamespace
@@ -43,14 +43,13 @@ def _parts(
             yield from _parts(each, f"{path}.{key}", seen, depth + 1)
 
 
-def _far(path: str, part: Any) -> list[str]:
-    """What of a part is not on the CPU."""
-    named: list[tuple[str, torch.Tensor]] = []
-    if isinstance(part, nn.Module):
-        named += [(f"{path}.{name}", p) for name, p in part.named_parameters()]
-    elif isinstance(part, torch.Tensor):
-        named.append((path, part))
-    return [f"{name} on {tensor.device}" for name, tensor in named if tensor.device.type != "cpu"]
+def _tensors(parts: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors among parts, and the parameters of the modules."""
+    for path, part in parts:
+        if isinstance(part, nn.Module):
+            yield from ((f"{path}.{name}", p) for name, p in part.named_parameters())
+        elif isinstance(part, torch.Tensor):
+            yield path, part
 
 
 def dataset_tensors(loader: DataLoader[Any]) -> Finding:
@@ -65,7 +64,8 @@ def dataset_tensors(loader: DataLoader[Any]) -> Finding:
     with contextlib.suppress(Exception):  # a collate_fn that wants more rows
         yielded += _parts(loader.collate_fn([row]), "batch")
     held = list(_parts(dataset, "dataset"))
-    far = [words for path, part in [*yielded, *held] for words in _far(path, part)]
+    tensors = _tensors([*yielded, *held])
+    far = [f"{name} on {tensor.device}" for name, tensor in tensors if tensor.device.type != "cpu"]
     if far and workers > 0:
         return failed(
             check,
@@ -103,12 +103,8 @@ def _copied(path: str, part: Any, loader: DataLoader[Any]) -> str:
 def shared_modules(dataset: Any, model: nn.Module) -> Finding:
     """Look for parameters that a data set and a model both hold."""
     check = "data set and model"
-    inside = {
-        p.data_ptr()
-        for _, part in _parts(dataset, "dataset")
-        for p in (part.parameters() if isinstance(part, nn.Module) else [part])
-        if isinstance(p, torch.Tensor) and _has_memory(p)
-    }
+    held = _tensors(_parts(dataset, "dataset"))
+    inside = {tensor.data_ptr() for _, tensor in held if _has_memory(tensor)}
     shared = [n for n, p in model.named_parameters() if _has_memory(p) and p.data_ptr() in inside]
     if shared:
         return failed(
