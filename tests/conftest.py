@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import json
+import logging
 import os
 import random
 import subprocess
@@ -28,6 +29,12 @@ WORDS = {
     "Sci/Tech": "software orbit genome chip browser telescope protein laptop".split(),
 }
 FILLING = "the a of in to on with from after says new two more for and".split()
+
+
+@pytest.fixture(autouse=True)
+def _heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """caplog hears the package's messages, after a run has set its own handler too."""
+    monkeypatch.setattr(logging.getLogger("accel_ft"), "propagate", True)
 
 
 def write_rows(path: Path, num_rows: int, seed: int = 0) -> Path:

@@ -1,6 +1,5 @@
 """What is trained: frozen encoders, layer-wise rates, gradient checkpointing, adapters."""
 
-import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -178,7 +177,6 @@ def test_a_model_that_reads_padding_is_told(
     FNetModel(config).save_pretrained(tmp_path / "fnet")
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "fnet")
     monkeypatch.setattr("accel_ft.runtime.logging.setup_logging", lambda rank: None)
-    monkeypatch.setattr(logging.getLogger("accel_ft"), "propagate", True)
     words += ["--max_steps", "1"]
     fnet = ["--model_name_or_path", str(tmp_path / "fnet"), "--lora_r", "2"]
     train.main([*words, *fnet])

@@ -1,7 +1,6 @@
 """Token store, splits and batches: from rows on disk to the tensors of a micro-batch."""
 
 import json
-import logging
 import os
 import pickle
 import resource
@@ -38,7 +37,6 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setattr(logging.getLogger("accel_ft"), "propagate", True)  # for caplog
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 import errno
 import json
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -202,7 +201,6 @@ def test_random_numbers_of_another_kind_of_device(
 ) -> None:
     """They cannot be restored: the run says so, and starts them anew."""
     monkeypatch.setattr(convert, "load_any", lambda *_: None)
-    monkeypatch.setattr(logging.getLogger("accel_ft"), "propagate", True)  # setup_logging ends it
     accelerator = make_accelerator()
     for device in ("cpu", "cuda"):
         torch.manual_seed(1)
