@@ -22,7 +22,8 @@ def fit(**settings: Any) -> Path:
     Raises:
         accel_ft.errors.UserError: for what the user can mend.
     """
-    from accel_ft.config import TrainConfig, checked, settings_to_reproduce
+    from accel_ft.config import TrainConfig
+    from accel_ft.settings import checked, settings_to_reproduce
     from accel_ft.train import fit as run
 
     config = checked(TrainConfig, settings, settings_to_reproduce(settings))
@@ -43,9 +44,10 @@ def load_classifier(checkpoint: str | Path, **settings: Any) -> Predictor:
     Raises:
         accel_ft.errors.UserError: where it cannot be had.
     """
-    from accel_ft.config import PredictConfig, checked, run_settings
+    from accel_ft.config import PredictConfig
     from accel_ft.predict import Predictor
     from accel_ft.runtime.launch import make_accelerator
+    from accel_ft.settings import checked, run_settings
 
     settings = settings | {"checkpoint": str(checkpoint), "text": ""}
     config = checked(PredictConfig, settings, run_settings(settings))

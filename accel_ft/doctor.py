@@ -11,8 +11,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from accel_ft.config import DoctorConfig, parse, settings_to_reproduce
+from accel_ft.config import DoctorConfig
 from accel_ft.errors import Preempted, UserError, first_line, run_command
+from accel_ft.settings import parse, settings_to_reproduce
 
 
 def main(argv: Sequence[str] | None = None) -> None:

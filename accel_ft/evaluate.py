@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_ft.config import ROW_KEYS, EvaluateConfig, parse, run_folder, run_settings
+from accel_ft.config import ROW_KEYS, EvaluateConfig
 from accel_ft.errors import ConfigError, run_command
+from accel_ft.settings import parse, run_folder, run_settings
 
 logger = logging.getLogger("accel_ft.evaluate")  # run with -m, its name is __main__
 

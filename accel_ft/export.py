@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from accel_ft.config import ExportConfig, parse, run_folder, run_settings
+from accel_ft.config import ExportConfig
 from accel_ft.errors import ConfigError, require, run_command
+from accel_ft.settings import parse, run_folder, run_settings
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -18,8 +18,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from accel_ft.config import DATA_FILE_SUFFIXES, PredictConfig, parse, run_settings
+from accel_ft.config import DATA_FILE_SUFFIXES, PredictConfig
 from accel_ft.errors import ConfigError, DataError, run_command
+from accel_ft.settings import parse, run_settings
 
 logger = logging.getLogger("accel_ft.predict")  # run with -m, its name is __main__
 

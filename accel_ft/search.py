@@ -29,11 +29,12 @@ from typing import Any
 import yaml
 from filelock import FileLock
 
-from accel_ft.config import SearchConfig, TrainConfig, checked, parse, read_settings, type_name
+from accel_ft.config import SearchConfig, TrainConfig, type_name
 from accel_ft.data.sources import check_first_rows
 from accel_ft.errors import ConfigError, first_line, nearest, require, run_command
 from accel_ft.runtime.files import locked, sha256, write_whole
 from accel_ft.runtime.logging import read_events
+from accel_ft.settings import checked, parse, read_settings
 
 POLL_SECONDS = 0.2
 SAVE_SECONDS = 600

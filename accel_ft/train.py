@@ -10,8 +10,9 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from accel_ft.config import METRICS, TrainConfig, parse, settings_to_reproduce
+from accel_ft.config import METRICS, TrainConfig
 from accel_ft.errors import ConfigError, Preempted, RankError, UserError, require, run_command
+from accel_ft.settings import parse, settings_to_reproduce
 
 logger = logging.getLogger("accel_ft.train")  # run with -m, its name is __main__
 
@@ -46,8 +47,9 @@ def fit(config: TrainConfig) -> None:
     if config.lora_r is not None:
         require("lora", "LoRA", "peft")
     from accel_ft.diagnosis.job import preflight
-    from accel_ft.engine.build import build, is_finished, start_or_resume
+    from accel_ft.engine.build import build
     from accel_ft.engine.loop import train
+    from accel_ft.engine.start import is_finished, start_or_resume
     from accel_ft.model import dropout
     from accel_ft.runtime import trackers
     from accel_ft.runtime.launch import make_training_accelerator

@@ -37,10 +37,11 @@ from accel_ft.diagnosis import (
 )
 from accel_ft.diagnosis.finding import Finding, Verdict, agreed, gather, skipped
 from accel_ft.diagnosis.sample import write_sample
-from accel_ft.engine.build import build, checkpoint_bytes, plain_model, start_or_resume
+from accel_ft.engine.build import build, plain_model
 from accel_ft.engine.fitting import measured_need, strategy_name
 from accel_ft.engine.loop import train, update
 from accel_ft.engine.run import Run
+from accel_ft.engine.start import checkpoint_bytes, start_or_resume
 from accel_ft.engine.step import forward, weighted_loss
 from accel_ft.errors import LaunchError
 from accel_ft.model import dropout

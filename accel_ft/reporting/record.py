@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from accel_ft.config import read_settings
 from accel_ft.errors import ConfigError
 from accel_ft.runtime.logging import read_events
+from accel_ft.settings import read_settings
 
 CALIBRATION_BINS = 15
 DRAWS = 10_000

@@ -10,13 +10,14 @@ import torch
 from accelerate.utils import gather_object
 
 from accel_ft import train
-from accel_ft.config import TrainConfig, parse
+from accel_ft.config import TrainConfig
 from accel_ft.engine import loop
 from accel_ft.engine.build import build
 from accel_ft.engine.run import Run
 from accel_ft.engine.step import forward
 from accel_ft.runtime.launch import make_accelerator
 from accel_ft.runtime.watch import Watch
+from accel_ft.settings import parse
 
 
 def built(words: list[str], accelerator: Any) -> Run:

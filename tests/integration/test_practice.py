@@ -145,11 +145,11 @@ def test_rows_that_change_beside_a_run(
 def test_a_full_disk_is_met_before_the_old_model_goes(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from accel_ft.engine import build
+    from accel_ft.engine import start
 
     train.main(words)
     full = type("Usage", (), {"free": 0})
-    monkeypatch.setattr(build.shutil, "disk_usage", lambda _: full)
+    monkeypatch.setattr(start.shutil, "disk_usage", lambda _: full)
     with pytest.raises(CheckpointError, match="0 MB are free"):
         train.main([*words, "--num_train_epochs", "4", *LATEST])
     assert (tmp_path / "run/model/model.safetensors").is_file()

@@ -12,10 +12,11 @@ from conftest import LATEST, cut_off, events_of, job_words, run_hash
 from safetensors.torch import load_file, save_file
 
 from accel_ft import evaluate, predict, train
-from accel_ft.config import TrainConfig, parse
+from accel_ft.config import TrainConfig
 from accel_ft.engine.build import build
 from accel_ft.errors import CheckpointError, ConfigError, DataError, UserError
 from accel_ft.runtime.watch import Watch
+from accel_ft.settings import parse
 
 
 def end_of(run: Path) -> tuple[int, int]:

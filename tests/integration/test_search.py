@@ -13,8 +13,9 @@ import yaml
 from conftest import job_words
 
 from accel_ft import search, train
-from accel_ft.config import SearchConfig, TrainConfig, checked, read_settings
+from accel_ft.config import SearchConfig, TrainConfig
 from accel_ft.errors import ConfigError
+from accel_ft.settings import checked, read_settings
 
 
 def test_search(tiny_model: Path, rows_file: Path, odd_file: Path, tmp_path: Path) -> None:

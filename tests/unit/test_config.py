@@ -10,11 +10,9 @@ from accel_ft.config import (
     PredictConfig,
     SearchConfig,
     TrainConfig,
-    parse,
-    run_settings,
-    settings_to_reproduce,
 )
 from accel_ft.errors import ConfigError
+from accel_ft.settings import parse, run_settings, settings_to_reproduce
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,7 +17,7 @@ import torch
 from conftest import write_rows
 from huggingface_hub import constants
 
-from accel_ft.config import DataConfig, TrainConfig, parse
+from accel_ft.config import DataConfig, TrainConfig
 from accel_ft.data import targets as targets_module
 from accel_ft.data import tokenize as tokenize_module
 from accel_ft.data.loader import Batches, Padding, collate, make_loader, train_places
@@ -30,6 +30,7 @@ from accel_ft.engine.evaluation import write_predictions
 from accel_ft.errors import ConfigError, DataError
 from accel_ft.model.load import load_tokenizer
 from accel_ft.runtime.launch import make_accelerator
+from accel_ft.settings import parse
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, run
 
-from accel_ft.config import DataConfig, TrainConfig, parse
+from accel_ft.config import DataConfig, TrainConfig
 from accel_ft.data.sources import file_source
+from accel_ft.settings import parse
 
 SAMPLE = ROOT / "examples/data/news_sample"
 

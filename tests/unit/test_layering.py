@@ -16,6 +16,7 @@ LAYERS = [
     "data",
     "runtime",
     "metrics",
+    "settings",
     "config",
     "errors",
 ]

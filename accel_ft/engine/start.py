@@ -1,0 +1,169 @@
+"""A run -> where it begins or goes on, and what describes it in its folder."""
+
+import hashlib
+import json
+import logging
+import math
+import shutil
+
+from accel_ft.checkpoint import state, transaction
+from accel_ft.config import TrainConfig
+from accel_ft.data.splits import Split
+from accel_ft.data.tokenize import tokenizer_fingerprint
+from accel_ft.engine.run import Run
+from accel_ft.errors import CheckpointError, ConfigError, nearest
+from accel_ft.model import load
+from accel_ft.runtime.files import write_whole
+from accel_ft.runtime.logging import read_events
+from accel_ft.runtime.receipt import write_receipt
+
+logger = logging.getLogger(__name__)
+
+ORDER_HASH_STEPS = 256
+
+
+def is_finished(run: Run) -> bool:
+    """Return whether the folder holds this very run, finished.
+
+    Raises:
+        CheckpointError: it holds another job's.
+    """
+    ends = [event for event in read_events(run.events.path) if event["event"] == "end"]
+    if run.config.resume_from_checkpoint != "latest" or not ends:
+        return False
+    step, patience = ends[-1]["step"], run.config.early_stopping_patience
+    if step < run.num_steps and (patience is None or ends[-1]["num_worse"] < patience):
+        return False
+    if step > run.num_steps:
+        logger.info("it was trained for %d updates, %d are asked for", step, run.num_steps)
+    _check_receipt(run)
+    return True
+
+
+def _check_receipt(run: Run) -> None:
+    receipt = json.loads((run.output_dir / "receipt.json").read_text(encoding="utf-8"))
+    state.check_same_run(
+        run.output_dir, receipt["identity"], run.identity, run.config.allow_changed
+    )
+
+
+def start_or_resume(run: Run) -> None:
+    """Load the checkpoint asked for, if there is one, and write what describes the run. Collective.
+
+    Raises:
+        CheckpointError: it is missing, damaged, another job's, or older than others of this run; or
+            the folder holds a run that would be lost.
+    """
+    wanted, accelerator = run.config.resume_from_checkpoint, run.accelerator
+    for name in run.config.allow_changed:
+        if name not in run.identity:
+            raise ConfigError(
+                f"allow_changed={name}: nothing of that name is compared."
+                f"{nearest(name, run.identity)} Allowed: {', '.join(run.identity)}"
+            )
+    folder, is_others = state.find(run.watch, run.checkpoints, wanted), False
+    has_ended = any(event["event"] == "end" for event in read_events(run.events.path))
+    if folder is not None:
+        is_others = folder.resolve().parent != run.checkpoints.resolve()
+        if is_others and (transaction.list_published(run.checkpoints) or has_ended):
+            _check_receipt(run)
+        run.resume(folder)
+        logger.info("resumed from %s: %d of %d updates done", folder, run.step, run.num_steps)
+        if run.step > run.num_steps:
+            logger.warning(
+                "it was trained for more updates than are asked for (num_train_epochs, max_steps): "
+                "nothing is trained, its model is left as it is"
+            )
+    elif has_ended:
+        raise CheckpointError(
+            f"{run.output_dir}: holds a finished run, whose checkpoints are gone: it cannot go on. "
+            "Fix: another output_dir"
+        )
+    elif wanted is not None:
+        logger.info("no checkpoint in %s yet: starting from the beginning", run.checkpoints)
+    later = [path for step, path in transaction.list_published(run.checkpoints) if step > run.step]
+    if later and wanted != "latest":
+        raise CheckpointError(
+            f"resume_from_checkpoint={wanted}: {run.checkpoints} holds later ones, up to "
+            f"{later[-1].name}. Fix: another output_dir, or remove them yourself"
+        )
+    run.watch.wait()  # all have looked
+    run.trackers.start(run.config, run.step)
+    if accelerator.is_main_process:
+        transaction.make_root(run.checkpoints)
+        transaction.remove_leftovers(run.checkpoints, later)
+        _check_space(run)
+        _describe(run)
+        transaction.remove(run.output_dir / "model")  # of an earlier end: what goes on has none yet
+        for name in ("predictions.npz", "mistakes.jsonl", "report.html"):
+            (run.output_dir / name).unlink(missing_ok=True)
+        run.events.rewind(run.step, run.eval_is_due)
+        if run.step > 0:
+            run.events.write("resume", step=run.step, num_processes=accelerator.num_processes)
+    run.watch.wait()
+    if is_others or (run.config.on_nonfinite == "rollback" and run.step == 0):
+        run.save()  # what it can be rolled back to, or go on from
+
+
+def _check_space(run: Run) -> None:
+    """Check that the disk has room for all checkpoints that will be there at once, and the model.
+
+    Raises:
+        CheckpointError: it has not.
+    """
+    there = len(transaction.list_published(run.checkpoints))
+    updates, per_epoch = run.num_steps - run.step, run.plan.steps_per_epoch
+    wanted = checkpoint_bytes(run, run.config, updates, per_epoch, there)
+    free = shutil.disk_usage(run.checkpoints).free  # maybe a disk of its own
+    if free < wanted:
+        raise CheckpointError(
+            f"output_dir={run.output_dir}: {free / 1e6:,.0f} MB are free on its disk, this run "
+            f"needs {wanted / 1e6:,.0f} MB. Fix: free some, another output_dir, or a smaller "
+            "save_total_limit"
+        )
+
+
+def checkpoint_bytes(
+    run: Run, config: TrainConfig, updates: int, steps_per_epoch: int, there: int = 0
+) -> int:
+    """Return the bytes of all checkpoints that will be there at once, and of the final model.
+
+    Args:
+        run: whose model it is.
+        config: of the job; the doctor's runs are shorter.
+        updates: that are left.
+        there: checkpoints that are there already.
+    """
+    saves = math.ceil(updates / config.save_steps) + 1  # maybe one at the start
+    if config.load_best_model_at_end:
+        saves += math.ceil(updates / (config.eval_steps or steps_per_epoch))
+    if config.save_total_limit is not None:  # one more while the newest is written
+        at_once = config.save_total_limit + 1 + config.load_best_model_at_end
+        saves = max(min(saves, at_once - there), 0)
+    weights, trained = 4 * run.num_parameters, 4 * run.num_trained
+    saved = 2 * trained + (weights if config.lora_r is None else trained)
+    return saved * saves + weights
+
+
+def _describe(run: Run) -> None:
+    """Write config.yaml and receipt.json."""
+    config = run.config
+    splits = {name: each for name, each in vars(run.splits).items() if isinstance(each, Split)}
+    steps = range(min(run.plan.steps_per_epoch, ORDER_HASH_STEPS))
+    order = b"".join(run.plan.global_batch(step).tobytes() for step in steps)
+    about = {
+        "step": run.step,
+        "num_steps": run.num_steps,
+        "accumulation_steps": run.accumulation_steps,
+        "identity": run.identity,
+        "data": {name: split.fingerprint() for name, split in splits.items()},
+        "num_samples": {name: len(split) for name, split in splits.items()},
+        "sample_order_sha256": hashlib.sha256(order).hexdigest(),
+        "tokenizer": tokenizer_fingerprint(run.tokenizer),
+        "pretrained": load.provenance(config.model_name_or_path),
+    }
+    write_receipt(run.output_dir / "receipt.json", run.accelerator, about)
+    settings = config.resolved(
+        resume_from_checkpoint=None, allow_changed=(), profile=False, reproduce=None
+    )
+    write_whole(run.output_dir / "config.yaml", settings.to_yaml())

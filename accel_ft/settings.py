@@ -1,0 +1,278 @@
+"""How the keys are read: from YAML, the command line and earlier runs, all faults at once."""
+
+import argparse
+import os
+import sys
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import (
+    ValidationError,
+)
+from pydantic.fields import FieldInfo
+
+from accel_ft.config import ROW_KEYS, SPLIT_KEYS, Config, type_name
+from accel_ft.errors import ConfigError, nearest
+
+LAUNCH_OPTIONS = (
+    "mixed_precision", "num_processes", "num_machines", "config_file", "cpu", "multi_gpu",
+    "dynamo_backend", "main_process_port", "use_fsdp", "gpu_ids",
+)  # fmt: skip
+ELSEWHERE = dict.fromkeys(LAUNCH_OPTIONS, "It is one of `accelerate launch`, before -m") | {
+    "bf16": "Fix: --mixed_precision bf16 before -m, or accelerate's YAML",
+    "fp16": "Fix: --mixed_precision fp16 before -m, or accelerate's YAML",
+    "torch_compile": "Fix: --dynamo_backend inductor before -m, or accelerate's YAML",
+    "eval_strategy": "Fix: eval_steps; left out, it is each epoch",
+    "evaluation_strategy": "Fix: eval_steps; left out, it is each epoch",
+    "overwrite_output_dir": "Fix: another output_dir, or resume_from_checkpoint: latest",
+    "auto_find_batch_size": "Fix: per_device_train_batch_size: auto",
+    "save_strategy": "Fix: save_steps",
+    "logging_strategy": "Fix: logging_steps",
+    "warmup_ratio": "Fix: warmup_steps below 1 is a share of all updates",
+    "train_sampling_strategy": "Rows of like length always come together",
+    "optim": "It is AdamW, fused where it can be",
+}
+GROUPS = {  # of --help, by the key that each begins with
+    "dataset_name": "rows",
+    "model_name_or_path": "model, output and length of training",
+    "learning_rate": "optimizer and schedule",
+    "class_weights": "loss and labels",
+    "freeze": "what is trained",
+    "seed": "logging, evaluation and checkpoints",
+    "resume_from_checkpoint": "resume and faults",
+    "report_to": "reports and trackers",
+    "profile": "speed",
+    "push_to_hub": "the Hub",
+    "checkpoint": "what and where",
+    "json": "findings",
+}
+C = TypeVar("C", bound=Config)
+
+
+def parse(
+    config_class: type[C],
+    argv: Sequence[str] | None,
+    prog: str,
+    base: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {},
+) -> C:
+    """Read `--config FILE` and `--key value` overrides into a checked configuration.
+
+    Args:
+        config_class: whose keys are allowed.
+        argv: the command line without the program; None takes the process's own.
+        prog: the command's name, for --help.
+        base: given the values that are set, returns values for the rest; its unknown keys are
+            passed over.
+
+    Raises:
+        ConfigError: listing all faults.
+        SystemExit: 0 after --help or --print_config.
+    """
+    parser = _parser(config_class, prog)
+    options, unknown = parser.parse_known_args(argv)
+    given = vars(options)
+    config_file, print_config = given.pop("config", None), given.pop("print_config", False)
+    faults: list[str] = []
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    if config_file is not None:
+        for key, value, line in _read_yaml(Path(config_file).expanduser()):
+            values[key], origin[key] = value, f" ({config_file}, line {line})"
+    for key, value in given.items():
+        values[key], origin[key] = _from_text(key, config_class.model_fields[key], value), ""
+    for word in unknown:
+        if word.startswith("--"):
+            key = word.removeprefix("--").split("=")[0]
+            faults.append(f"--{key}: unknown key.{_meant(key, config_class)}")
+        elif not any(fault.startswith("--") for fault in faults):
+            faults.append(f"{word}: belongs to no key. Allowed: --key value")
+    config = checked(config_class, values, base(values), origin, faults)
+    if print_config:
+        if os.environ.get("RANK", "0") == "0":
+            sys.stdout.write(config.to_yaml())
+        raise SystemExit(0)
+    return config
+
+
+def _meant(key: str, config_class: type[Config]) -> str:
+    return f" {ELSEWHERE[key]}" if key in ELSEWHERE else nearest(key, config_class.model_fields)
+
+
+def checked(
+    config_class: type[C],
+    values: dict[str, Any],
+    base: dict[str, Any] | None = None,
+    origin: dict[str, str] | None = None,
+    faults: Sequence[str] = (),
+) -> C:
+    """Return the configuration that `values` make.
+
+    Args:
+        values: by key.
+        base: values for the rest; its unknown keys are passed over.
+        origin: where each value stands, for messages.
+        faults: found before.
+
+    Raises:
+        ConfigError: listing all faults.
+    """
+    fields, origin, listed, faulty = config_class.model_fields, origin or {}, list(faults), set()
+    taken = {
+        key: value for key, value in (base or {}).items() if key in fields and key not in values
+    }
+    values, origin = taken | values, dict.fromkeys(taken, " (of the run)") | origin
+    try:
+        config = config_class.model_validate(values)
+    except ValidationError as error:
+        for item in error.errors():
+            key = str(item["loc"][0])
+            if key in faulty:
+                continue
+            faulty.add(key)
+            where = origin.get(key, "")
+            allowed = type_name(fields[key].annotation) if key in fields else ""
+            if item["type"] == "extra_forbidden":
+                listed.append(f"{key}{where}: unknown key.{_meant(key, config_class)}")
+            elif item["type"] == "missing":
+                listed.append(f"{key}: is needed. Fix: --{key} {allowed}")
+            elif item["type"] == "bool":
+                found = "no value given" if origin.get(key) == "" else item["msg"]
+                listed.append(f"{key}{where}: {found}. Allowed: {allowed}")
+            else:
+                is_path = item["type"] == "path_not_file"
+                words = "there is no such file" if is_path else item["msg"]
+                listed.append(f"{key}={item['input']}{where}: {words}. Allowed: {allowed}")
+        # For what is wrong between the others; what is missing is a text or an existing file.
+        sound = {key: value for key, value in values.items() if key not in faulty}
+        required = {key: __file__ for key, field in fields.items() if field.is_required()}
+        config = config_class.model_validate(required | sound)
+    for keys, message in config.rules():
+        if not faulty & set(keys):
+            told = [key for key in keys if taken.get(key) is not None and key != "output_dir"]
+            where = f" ({', '.join(told)}: from the run's config.yaml)" if told else ""
+            listed.append(message + where)
+    if listed:
+        many = f"{len(listed)} faults in the configuration:\n  " if len(listed) > 1 else ""
+        raise ConfigError(many + "\n  ".join(listed))
+    return config
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read the keys of a YAML file, unchecked.
+
+    Raises:
+        ConfigError: it is no flat mapping.
+    """
+    return {key: value for key, value, _ in _read_yaml(path)}
+
+
+def run_settings(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the run that `values["checkpoint"]` belongs to; {} if there is none.
+
+    Rows that are named in `values` replace all of the run's.
+    """
+    run = run_folder(str(values.get("checkpoint", "")))
+    if run is None:
+        return {}
+    settings = read_settings(run / "config.yaml")
+    sources = ROW_KEYS - SPLIT_KEYS - {"dataset_config_name"}
+    own_rows = any(values.get(key) is not None for key in sources)
+    replaced = ROW_KEYS | {"max_eval_samples"} if own_rows else ()
+    return {key: value for key, value in settings.items() if key not in replaced}
+
+
+def settings_to_reproduce(values: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the run that is to be trained again, into a folder beside it."""
+    if values.get("reproduce") is None:
+        return {}
+    folder = Path(str(values["reproduce"])).expanduser().resolve()
+    if not all((folder / name).is_file() for name in ("config.yaml", "receipt.json")):
+        raise ConfigError(f"reproduce={folder}: holds no run")
+    settings = read_settings(folder / "config.yaml")
+    files = {"train_file", "validation_file", "test_file"}  # one that lies elsewhere, or the like
+    named = {key for key in (*files, "dataset_name") if values.get(key) is not None}
+    dropped = {name.replace("_file", "_split_name") for name in named}
+    dropped |= ROW_KEYS - files if "train_file" in named else files & named
+    dropped |= files if "dataset_name" in named else set()
+    return {key: value for key, value in settings.items() if key not in dropped} | {
+        "output_dir": folder.with_name(f"{folder.name}_again"),
+        "push_to_hub": False,
+    }
+
+
+def run_folder(checkpoint: str) -> Path | None:
+    """Return the run that a checkpoint, or model, belongs to."""
+    folder = Path(checkpoint).expanduser().resolve()
+    if not folder.exists():  # a Hub id, whose folders would be those above this one
+        return None
+    candidates = (folder, folder.parent, folder.parent.parent)  # a run, its model, its checkpoint
+    return next((path for path in candidates if (path / "receipt.json").is_file()), None)
+
+
+def _parser(config_class: type[Config], prog: str) -> argparse.ArgumentParser:
+    """One option a key, with its docstring and default."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m accel_ft.{prog}",
+        usage="%(prog)s [--config FILE] [--key value ...]",
+        description=(config_class.__doc__ or "").splitlines()[0],
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML with any of the keys below; --key value overrides it"
+    )
+    parser.add_argument(
+        "--print_config", action="store_true", help="print every key as it would be used, and stop"
+    )
+    group = parser.add_argument_group("keys")
+    for key, field in config_class.model_fields.items():
+        if key in GROUPS:
+            group = parser.add_argument_group(GROUPS[key])
+        about = " ".join((field.description or "").split()).replace("%", "%%")
+        default = "required" if field.is_required() else f"default: {field.default}"
+        metavar, words = type_name(field.annotation), f"{about} ({default})"
+        if ",..." in metavar:  # a,b or a b
+            group.add_argument(f"--{key}", nargs="*", metavar=metavar, help=words)
+        else:
+            group.add_argument(f"--{key}", nargs="?", const=True, metavar=metavar, help=words)
+    return parser
+
+
+def _from_text(key: str, field: FieldInfo, value: Any) -> Any:
+    """A command-line word; `none` and `null` mean None where the key allows it."""
+    if isinstance(value, list):
+        value = ",".join(value) or True  # True: there is none
+    is_none = isinstance(value, str) and value.lower() in ("none", "null")
+    is_none = is_none and key not in ("text", "text_pair")  # a text is what it is
+    return None if is_none and type(None) in typing.get_args(field.annotation) else value
+
+
+def _read_yaml(path: Path) -> Iterator[tuple[str, Any, int]]:
+    """Yield key, value, line of a flat YAML mapping; plain data only, no tags."""
+    if not path.is_file():
+        raise ConfigError(f"config={path}: there is no such file")
+    try:
+        text = path.read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = yaml.safe_load(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"config={path}: cannot be read: {reason}") from error
+    if root is None:
+        return
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(
+            f"config={path}: must be a mapping. Allowed: lines of the form `key: value`"
+        )
+    seen: dict[str, int] = {}
+    for key_node, _ in root.value:
+        key, line = str(key_node.value), key_node.start_mark.line + 1
+        if key in seen:
+            raise ConfigError(
+                f"{key} ({path}, line {line}): set twice, first in line {seen[key]}. Fix: keep one"
+            )
+        seen[key] = line
+        yield key, values.get(key), line
