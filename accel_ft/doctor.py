@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from accel_ft.config import DoctorConfig
-from accel_ft.errors import Preempted, UserError, first_line, run_command
+from accel_ft.errors import Preempted, UserError, run_command
 from accel_ft.settings import parse, settings_to_reproduce
 
 
@@ -44,10 +44,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise
     except UserError as error:
         note(failed("set-up", str(error), "as it says"))
-    except Exception as error:  # unforeseen
-        logging.getLogger("accel_ft").exception("the examination ended early")
-        words = f"{type(error).__name__}: {first_line(error)}"
-        note(failed("examination", words, "the traceback says where"))
     counts = {verdict: sum(f.verdict is verdict for f in findings) for verdict in Verdict}
     if is_main:
         print(", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count))

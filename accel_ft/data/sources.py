@@ -78,30 +78,25 @@ class Source:
         """
         faults: list[str] = []
         columns_checked = False
-        try:
-            for place, record in self.records():
-                if len(faults) == MAX_FAULTS_READ:
-                    break
-                if isinstance(record, str):
-                    faults.append(f"{place}: {record}")
-                    continue
-                if not columns_checked:
-                    check_columns(self.name, record, config)
-                    columns_checked = True
-                cell = record.get(config.label_column)
-                label = canonical(cell, config, self.label_names)
-                text, fault = read_text(record, config.text_column, config.text_pair_column)
-                if fault is None and label is None:
-                    meant = MEANT[config.problem_type]
-                    fault = f"{config.label_column} is {_show(cell)}, not {meant}"
-                if fault is None:
-                    yield place, text, str(label)
-                else:
-                    faults.append(f"{place}: {fault}")
-        except DataError as error:  # reading ends there: one more of the faults before it
-            if not faults:
-                raise
-            faults.append(str(error))
+        for place, record in _until_unreadable(self.records(), faults):
+            if len(faults) == MAX_FAULTS_READ:
+                break
+            if isinstance(record, str):
+                faults.append(f"{place}: {record}")
+                continue
+            if not columns_checked:
+                check_columns(self.name, record, config)
+                columns_checked = True
+            cell = record.get(config.label_column)
+            label = canonical(cell, config, self.label_names)
+            text, fault = read_text(record, config.text_column, config.text_pair_column)
+            if fault is None and label is None:
+                meant = MEANT[config.problem_type]
+                fault = f"{config.label_column} is {_show(cell)}, not {meant}"
+            if fault is None:
+                yield place, text, str(label)
+            else:
+                faults.append(f"{place}: {fault}")
         if faults:
             count, shown = len(faults), faults[:MAX_FAULTS_SHOWN]
             if count > len(shown):
@@ -117,6 +112,16 @@ class Source:
         """Return the texts of some rows by their number, 0 for the first."""
         rows = islice(self.rows(config), max(wanted, default=-1) + 1)
         return {number: text for number, (_, text, _) in enumerate(rows) if number in wanted}
+
+
+def _until_unreadable(records: Iterator[Record], faults: list[str]) -> Iterator[Record]:
+    """Yield records up to one where reading ends; the end is one more of the faults before it."""
+    try:
+        yield from records
+    except DataError as error:
+        if not faults:
+            raise
+        faults.append(str(error))
 
 
 def file_source(path: Path) -> Source:

@@ -35,7 +35,7 @@ from accel_ft.diagnosis import (
     strides,
     tensors,
 )
-from accel_ft.diagnosis.finding import Finding, Verdict, agreed, gather, skipped
+from accel_ft.diagnosis.finding import Finding, Verdict, agreed, failed, gather, skipped
 from accel_ft.diagnosis.sample import write_sample
 from accel_ft.engine.build import build, plain_model
 from accel_ft.engine.fitting import measured_need, strategy_name
@@ -43,7 +43,7 @@ from accel_ft.engine.loop import train, update
 from accel_ft.engine.run import Run
 from accel_ft.engine.start import checkpoint_bytes, start_or_resume
 from accel_ft.engine.step import forward, weighted_loss
-from accel_ft.errors import LaunchError
+from accel_ft.errors import LaunchError, UserError
 from accel_ft.model import dropout
 from accel_ft.model.memory import device_bytes
 from accel_ft.model.optim import make_optimizer, make_scheduler, scaled_learning_rate
@@ -58,6 +58,7 @@ UPDATES = 4
 LIMIT_SECONDS, KEPT = 60, 2
 ROWS, EVAL_ROWS = 256, 64
 LEARNT_ROWS, LEARNT_TOKENS = 64, 16
+UNFORESEEN = "examination"
 FP16 = "fp16: gradients alone mean nothing without the loss scaler"
 TOLERANCE = {"no": 1e-4, "bf16": 0.05, "fp16": 0.05}
 
@@ -97,8 +98,24 @@ def examine(config: TrainConfig) -> Iterator[Finding]:
     Args:
         config: the job; where it names neither model nor rows, one of the doctor's own takes its
             place. Runs of a few updates are written beside its output_dir, and removed.
+
+    A check that fails in an unforeseen way ends the examination, on all ranks.
     """
-    return map(agreed, _examine(config))
+    for finding in _guarded(config):
+        yield agreed(finding)
+        if any(gather(finding.check == UNFORESEEN)):
+            return
+
+
+def _guarded(config: TrainConfig) -> Iterator[Finding]:
+    try:
+        yield from _examine(config)
+    except UserError:
+        raise
+    except Exception as error:
+        logger.exception("the examination ended early")
+        words = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        yield failed(UNFORESEEN, words, "the traceback says where")
 
 
 def _examine(config: TrainConfig) -> Iterator[Finding]:
