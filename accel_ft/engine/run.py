@@ -210,14 +210,20 @@ class Run:
         if self.best is not None:
             is_needed = self._protected_step not in (None, self.step)  # or it was just loaded
             is_lost = is_needed and not state.is_sound(self.watch, self._best_folder())
-            if is_lost or not self._measured_by.items() <= self.best.items():
-                why = "its checkpoint is lost" if is_lost else "other metric or validation rows"
-                logger.warning("best starts anew after update %d: %s", self.step, why)
+            what = "whose checkpoint is gone or damaged" if is_lost else ""
+            rows = self.splits.validation.fingerprint()
+            if saved.get("validation_data", rows) != rows:
+                what = "on other validation rows"
+            if self.best["metric"] != self.config.best_metric:
+                what = f"of {self.best['metric']}"
+            if what:
+                logger.warning("best was that %s: best starts anew", what)
                 self.best, self.num_worse = None, 0
-        sums = saved["loss_sums"]  # as many as there were ranks
-        self.loss_sum = math.fsum(
-            sums[self.accelerator.process_index :: self.accelerator.num_processes]
-        )
+        sums, rank = saved["loss_sums"], self.accelerator.process_index
+        if len(sums) == self.accelerator.num_processes:
+            self.loss_sum = sums[rank]
+        else:
+            self.loss_sum = math.fsum(sums) if rank == 0 else 0.0
 
     def global_weight(self, step: int) -> float:
         """Return the weight of update `step`'s whole global batch."""
@@ -314,7 +320,7 @@ class Run:
         self.watch.stage("eval", can_save=True)
         scores = self._measure("eval", self.validation_loader, self.splits.validation)
         self.eval_is_due = False
-        ahead = math.inf
+        metric, ahead = self.config.best_metric, math.inf
         value = self.watch.tell(self.config.best_value(scores))[0]  # to the last bit on all ranks
         assert self.logits is not None
         if not (math.isfinite(value) and np.isfinite(self.logits).all()):
@@ -323,11 +329,11 @@ class Run:
             ahead = (value - self.best["value"]) * (1 if self.config.takes_highest else -1)
         self.num_worse = 0 if ahead > self.config.early_stopping_threshold else self.num_worse + 1
         if ahead > 0:
-            self.best = {"step": self.step, "value": value} | self._measured_by
+            self.best = {"step": self.step, "metric": metric, "value": value}
         if self.is_over and self.step < self.num_steps:
             logger.info(
                 "%d evaluations in a row were no better than %s %.4f: stopping",
-                self.num_worse, self.config.best_metric, self.best["value"] if self.best else value,
+                self.num_worse, metric, self.best["value"] if self.best else value,
             )  # fmt: skip
         return ahead > 0 and self.config.load_best_model_at_end
 
@@ -374,6 +380,7 @@ class Run:
             "num_processes": self.accelerator.num_processes,
             "device": self.accelerator.device.type,
             "devices": self.watch.tell(self.accelerator.device.index or 0),
+            "validation_data": self.splits.validation.fingerprint(),
             "identity": self.identity,
             "scheduler": self.scheduler.state_dict(),
             "steps_per_epoch": self.plan.steps_per_epoch,
@@ -401,14 +408,9 @@ class Run:
             )  # fmt: skip
 
     @property
-    def _measured_by(self) -> dict[str, Any]:
-        """What an evaluation must share with the best one to be compared with it."""
-        rows = self.splits.validation.fingerprint()
-        return {"metric": self.config.best_metric, "validation_data": rows}
-
-    @property
     def _protected_step(self) -> int | None:
-        return self.best["step"] if self.best and self.config.load_best_model_at_end else None
+        keeps_best = self.config.load_best_model_at_end and self.best is not None
+        return self.best["step"] if keeps_best and self.best else None
 
     def _publish(self, final: Path, protected: int | None) -> None:
         transaction.publish(final)

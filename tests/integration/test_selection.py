@@ -142,7 +142,7 @@ def test_a_damaged_best_checkpoint_is_told_at_the_resume(
     train.main([*words, *LATEST])
     told = capsys.readouterr().err
     assert "step_00000002: model.safetensors is damaged" in told
-    assert "best starts anew after update 6: its checkpoint is lost" in told
+    assert "best was that whose checkpoint is gone or damaged: best starts anew" in told
     events = events_of(tmp_path / "run")
     losses = {e["step"]: e["eval_loss"] for e in events if e["event"] == "eval" and e["step"] > 6}
     best = max(losses, key=losses.get)
