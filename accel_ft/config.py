@@ -115,14 +115,14 @@ class Config(BaseModel):
     def _to_write(self, key: str, *read: Path | None) -> Iterator[Fault]:
         """A file that is to be written: its folder is there, and it is none that is `read`."""
         path = Path(getattr(self, key) or "-")
+        if path.is_file() and path.resolve() in [each.resolve() for each in read if each]:
+            yield self._fault("is a file of rows. Fix: another file", key)
         if os.environ.get("RANK", "0") != "0":
             return  # which writes nothing
         if path.is_dir():
             yield self._fault("is a folder. Fix: a file in it", key)
         elif not path.parent.is_dir():
             yield self._fault(f"there is no folder {path.parent}", key)
-        elif path.resolve() in [each.resolve() for each in read if each is not None]:
-            yield self._fault("is a file of rows. Fix: another file", key)
 
     def _either(self, one: str, other: str) -> Iterator[Fault]:
         if getattr(self, one) is not None and getattr(self, other) is not None:

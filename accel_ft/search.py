@@ -20,6 +20,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ from threading import Event
 from typing import Any
 
 import yaml
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from accel_ft.config import SearchConfig, TrainConfig, type_name
 from accel_ft.data.sources import check_first_rows
@@ -53,14 +54,17 @@ class _Run:
 
     Attributes:
         share: of the devices, as its environment has it.
+        process: None before it has begun.
         told: the value of each of its evaluations.
+        ended: when its process had, on the monotonic clock; 0 before.
     """
 
     trial: Any
     folder: Path
     share: dict[str, str]
-    process: subprocess.Popen[bytes] | None = None
+    process: Any = None
     told: list[float] = field(default_factory=list)
+    ended: float = 0.0
     is_pruned: bool = False
 
 
@@ -132,7 +136,8 @@ def _search(
                 folder = _begin(trial, space, settings, config.output_dir)
                 running.append(_Run(trial, folder, shares.pop(0)))
                 left -= 1
-            if interrupted.wait(POLL_SECONDS):
+            time.sleep(POLL_SECONDS)
+            if interrupted.is_set():  # not wait(): the handler, in this thread, needs its lock
                 raise KeyboardInterrupt
             at_work = {run.folder: run for run in reversed(running)}  # the same settings, in turn
             for run in at_work.values():
@@ -143,10 +148,11 @@ def _search(
             if failures >= FAILURES and not study.get_trials(states=ended):
                 left = 0
     finally:  # the next start finds those that run still, and goes on with them
-        for process in [run.process for run in running if run.process is not None]:
-            process.terminate()
-        for run in running:
-            _wait(run)
+        begun = [run for run in running if run.process is not None]
+        for run in begun:
+            run.process.terminate()
+        while any(map(_is_at_work, begun)):
+            time.sleep(POLL_SECONDS)
     if not study.get_trials(states=(optuna.trial.TrialState.COMPLETE,)):
         raise ConfigError(f"{config.output_dir}: no trial came to its end")
     best = config.output_dir / "best.yaml"
@@ -287,32 +293,36 @@ def _goes_on(run: _Run, config: SearchConfig, job: TrainConfig) -> bool:
         with (run.folder / "log").open("a") as log:
             environment = os.environ | run.share
             run.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-    goes_on = run.process.poll() is None
+    goes_on = _is_at_work(run)
     for event in _events(run.folder, "eval")[len(run.told) :]:
         run.told.append(job.best_value(event, "eval_"))
         run.trial.report(run.told[-1], len(run.told))  # updates are not alike: batches differ
-        if goes_on and not run.is_pruned and run.trial.should_prune():
+        if run.process.poll() is None and not run.is_pruned and run.trial.should_prune():
             run.is_pruned = True
             run.process.send_signal(signal.SIGTERM)
     return goes_on
 
 
-def _wait(run: _Run) -> None:
-    """Wait until a trial's process, and its rank, have ended: the launcher of one rank ends before
+def _is_at_work(run: _Run) -> bool:
+    """Whether a trial's process, or its rank, has not ended: the launcher of one rank ends before
     that has saved, and given its lock back.
     """
-    if run.process is not None:
-        run.process.wait()
-        lock = FileLock(run.folder / "ranks/lock", timeout=SAVE_SECONDS, fallback_to_soft=False)
-        with contextlib.suppress(OSError), lock:
-            pass
+    if run.process.poll() is None:
+        return True
+    run.ended = run.ended or time.monotonic()
+    try:
+        with FileLock(run.folder / "ranks/lock", timeout=0, fallback_to_soft=False):
+            return False
+    except Timeout:
+        return time.monotonic() - run.ended < SAVE_SECONDS
+    except OSError:  # it never came to its lock
+        return False
 
 
 def _tell(study: Any, run: _Run, job: TrainConfig) -> bool:
     """Tell the study how a trial ended; False where its run failed."""
     import optuna
 
-    _wait(run)
     last = run.told[-1] if run.told else None
     about = f"{run.folder.name}: {run.trial.params}: {last}"
     print(f"{about}{' (stopped)' * run.is_pruned}", flush=True)

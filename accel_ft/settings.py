@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import (
-    ValidationError,
-)
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from accel_ft.config import ROW_KEYS, SPLIT_KEYS, Config, type_name

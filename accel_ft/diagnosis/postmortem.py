@@ -126,7 +126,8 @@ def _read(folder: Path, rank: int, code: int | None) -> _End:
     def told(mark: str) -> list[str]:
         return [line.removeprefix(mark) for line in log.splitlines() if line.startswith(mark)]
 
-    at, _, stage = (told(STAGE) or ["0"])[-1].partition(" ")
+    stages = [line.split(" ", 1) for line in told(STAGE) if " " in line]  # not cut off
+    at, stage = stages[-1] if stages else ("0", "")
     error, fatal = ((told(mark) or [""])[-1] for mark in (RAISED, "Fatal Python error: "))
     main = log.rpartition("Thread ")[2]
     frames = [line.strip() for line in main.splitlines() if line.strip().startswith("File ")]

@@ -3,11 +3,10 @@ by what the loader yields, not by how it is built.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from accelerate.utils import recursively_apply
 
 from accel_ft.diagnosis.finding import (
     Finding,
@@ -35,11 +34,17 @@ def row_ids(batch: Any) -> list[Any]:
     Rows that are augmented, or padded to the longest of their batch, have another hash each time:
     give the loader's rows numbers and pass `ids`.
     """
-    tensors: list[torch.Tensor] = []
-    recursively_apply(tensors.append, batch)
-    tensors = [tensor for tensor in tensors if tensor.ndim > 0]
+    tensors = [tensor for tensor in _tensors(batch) if tensor.ndim > 0]
     rows = (tensor for tensor in tensors if len(tensor) == len(tensors[0]))
     return ["".join(map(digest, row)) for row in zip(*rows, strict=True)]
+
+
+def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, Mapping | list | tuple):
+        for value in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors(value)
 
 
 class _Read(NamedTuple):

@@ -119,7 +119,7 @@ def shared_modules(dataset: Any, model: nn.Module) -> Finding:
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     plain = tensor.layout == torch.strided and not hasattr(tensor, "to_local")
-    return plain and tensor.numel() > 0 and tensor.device.type != "meta"
+    return plain and tensor.numel() > 0 and tensor.data_ptr() != 0  # 0: meta, or freed
 
 
 def aliased_parameters(model: nn.Module, sharded: bool = False) -> Finding:

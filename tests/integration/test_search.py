@@ -11,11 +11,27 @@ import psutil
 import pytest
 import yaml
 from conftest import job_words
+from filelock import FileLock
 
 from accel_ft import search, train
 from accel_ft.config import SearchConfig, TrainConfig
 from accel_ft.errors import ConfigError
 from accel_ft.settings import checked, read_settings
+
+
+def test_a_rank_that_still_saves_is_at_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its launcher has ended; a trial is at its end when the lock is back, and others are looked at meanwhile."""
+    process = subprocess.Popen(["true"])
+    run = search._Run(None, tmp_path, {}, process)
+    process.wait()
+    assert not search._is_at_work(run)  # it never had a lock
+    with FileLock(tmp_path / "ranks/lock"):
+        assert search._is_at_work(run)
+        monkeypatch.setattr(search, "SAVE_SECONDS", 0)
+        assert not search._is_at_work(run)
+    assert not search._is_at_work(run)
 
 
 def test_search(tiny_model: Path, rows_file: Path, odd_file: Path, tmp_path: Path) -> None:

@@ -213,7 +213,10 @@ def test_a_union_is_told_what_is_wrong_with_what_was_meant() -> None:
     assert "balanced" not in message.partition("Allowed")[0]
 
 
-def test_rows_are_not_replaced_and_pairs_not_ignored(tmp_path: Path) -> None:
+def test_rows_are_not_replaced_and_pairs_not_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")  # on every rank
     rows = tmp_path / "rows.csv"
     rows.touch()
     words = ["--checkpoint", "m", "--test_file", str(rows), "--output", str(rows)]

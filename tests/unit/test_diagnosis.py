@@ -6,6 +6,7 @@ import math
 import random
 import re
 import time
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -724,6 +725,7 @@ def test_rows_of_any_kind() -> None:
         "step": torch.tensor(1),
     }
     assert len(sampling.row_ids(batch)) == 3
+    assert len(sampling.row_ids(defaultdict(list, batch))) == 3  # no kind that can be made anew
     loader = DataLoader(ROWS, 4)
     well(sampling.evaluation_sampling(loader, 20))
     assert sampling.training_sampling([object()] * 3, 3, lambda batch: []).verdict == "SKIP"
@@ -789,6 +791,10 @@ def test_a_post_mortem_reads_codes_and_other_jobs(tmp_path: Path) -> None:
     )
     postmortem.Stages(tmp_path, 0, 60)  # a new job: what the old one left is gone
     caught(postmortem.post_mortem(tmp_path, 2), "rank 0 never started")
+    (tmp_path / postmortem.LOG.format(0)).write_text(
+        f"{postmortem.STAGE}5.0 model\n{postmortem.STAGE}"
+    )
+    caught(postmortem.post_mortem(tmp_path, 2), "rank 0 at stage model")  # cut off by a full disk
 
 
 def test_a_hang_that_ends_others(tmp_path: Path) -> None:
