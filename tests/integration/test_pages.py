@@ -19,6 +19,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from accel_ft import doctor, evaluate, export, predict, report, search, train
 
+# pandas before 3 leaves a file of `datasets` open.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 MAIN = {
     f"accel_ft.{module.__name__.rpartition('.')[2]}": module.main
     for module in (doctor, evaluate, export, predict, report, search, train)
