@@ -112,6 +112,8 @@ import fcntl, json, os, sys, time, yaml
 if "FAILS" in os.environ:
     sys.exit("error: the rows are bad")
 keys = yaml.safe_load(open(sys.argv[sys.argv.index("--config") + 1]))
+if "ALONE" in os.environ:
+    os.close(os.open(keys["output_dir"] + "/at_work", os.O_CREAT | os.O_EXCL))
 events = open(keys["output_dir"] + "/metrics.jsonl", "w", buffering=1)
 rate = float(keys["learning_rate"])
 for step in range(1, 9):
@@ -119,6 +121,8 @@ for step in range(1, 9):
     events.write(json.dumps({"event": "eval", "step": step, "eval_accuracy": score}) + "\\n")
     time.sleep(0 if rate > 0.5 else 0.3)
 events.write(json.dumps({"event": "end", "step": 8, "eval_accuracy": score}) + "\\n")
+if "ALONE" in os.environ:
+    os.remove(keys["output_dir"] + "/at_work")
 if "LEAVES_ITS_RANK" in os.environ:
     os.mkdir(keys["output_dir"] + "/ranks")
     lock = os.open(keys["output_dir"] + "/ranks/lock", os.O_RDWR | os.O_CREAT)
@@ -233,6 +237,15 @@ def test_trials_at_the_same_time(search_of_stand_ins) -> None:
     assert max(first.datetime_start, second.datetime_start) < min(
         first.datetime_complete, second.datetime_complete
     )
+
+
+def test_trials_of_the_same_settings_run_in_turn(
+    search_of_stand_ins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALONE", "in its folder")
+    words = ["--num_trials", "2", "--parallel_trials", "2"]
+    study = search_of_stand_ins("learning_rate: [0.4]\n", *words)
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "COMPLETE"]
 
 
 @pytest.mark.parametrize("at_once", ["1", "2"])
