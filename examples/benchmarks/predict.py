@@ -45,7 +45,8 @@ def theirs(checkpoint: str, rows: str) -> tuple[float, list[str]]:
     start = time.perf_counter()
     with open(rows, newline="", encoding="utf-8") as file:
         texts = (row["text"] for row in csv.DictReader(file))
-        found = classify(texts, batch_size=32, truncation=True)
+        longest = getattr(model.config, "max_seq_length", None)  # as a run's model was trained
+        found = classify(texts, batch_size=32, truncation=True, max_length=longest)
         labels = [each["label"] for each in found]
     return time.perf_counter() - start, labels
 

@@ -14,8 +14,8 @@ Every contestant runs in a process of its own, in turn (A B C ... A B C ...):
 
 Prints a table and writes speed.json and, where matplotlib is installed, speed.png into --output.
 The time is that of the training loop: from the first batch to the last update, checkpoints of ours
-included, evaluations not. `of peak` is the arithmetic of real tokens as a share of what a matrix
-product of 2048 x 2048 reaches in the same run.
+before that included (the Trainer makes none), evaluations not. `of peak` is the arithmetic of real
+tokens as a share of what a matrix product of 2048 x 2048 reaches in the same run.
 """
 
 import argparse
@@ -313,6 +313,7 @@ def trainer(name: str, about: dict[str, Any], seed: int, started: float) -> dict
             learning_rate=job["learning_rate"],
             use_cpu=not torch.cuda.is_available(),
             report_to="none",
+            save_strategy="no",
             disable_tqdm=False,
             **({} if shipped else tuned),
         )
