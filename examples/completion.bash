@@ -17,7 +17,7 @@ _accel_ft() {
     eval "known=\$$keys"
     if [[ -z $known ]]; then # asked once a shell
         [[ $python == *accelerate ]] && python=python3
-        known=$("$python" -m "$command" --help 2>/dev/null | grep -o -- '--[a-z_]*' | sort -u)
+        known=$("$python" -m "$command" --help 2>/dev/null | grep -o -- '^ *--[a-z_]*' | sort -u)
         eval "$keys=\$known"
     fi
     COMPREPLY=($(compgen -W "$known" -- "$word"))
