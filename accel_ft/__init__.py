@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["fit", "load_classifier"]
+
+_fitting = threading.Lock()
 
 
 def fit(**settings: Any) -> Path:
@@ -23,11 +26,20 @@ def fit(**settings: Any) -> Path:
         accel_ft.errors.UserError: for what the user can mend.
     """
     from accel_ft.config import TrainConfig
+    from accel_ft.errors import ConfigError
     from accel_ft.settings import checked, settings_to_reproduce
     from accel_ft.train import fit as run
 
     config = checked(TrainConfig, settings, settings_to_reproduce(settings))
-    run(config)
+    if not _fitting.acquire(blocking=False):
+        raise ConfigError(
+            "a job is being trained in this process already, and both would draw from the same "
+            "random numbers. Fix: one after the other, or each in a process of its own"
+        )
+    try:
+        run(config)
+    finally:
+        _fitting.release()
     return config.output_dir / "model"
 
 

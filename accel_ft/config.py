@@ -100,7 +100,7 @@ class Config(BaseModel):
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         if not isinstance(value, str) or not (is_path or key in MAYBE_PATHS):
             return value
-        if value == "" and is_path:
+        if value == "":
             raise ValueError("is empty")
         return os.path.expanduser(value)
 
@@ -317,7 +317,8 @@ class TrainConfig(HubConfig, DataConfig):
     checkpoint and pass over that batch. fp16's own overflows are no such case."""
     ddp_timeout: int = Field(300, ge=5)
     """Seconds after which a rank that does not come counts as lost. Waiting for rank 0 to tokenise
-    or save is not limited."""
+    or save is not limited; under FSDP, where each rank writes its share, saving is, by half a
+    minute more."""
     preflight: Literal["auto", "off"] = "auto"
     """Check versions, device, limits, optimizer and replicas before the first update."""
     report_to: Names = ("html",)

@@ -28,22 +28,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     setup_logging(0 if is_main else 1)
     logging.getLogger("accel_ft").setLevel(logging.ERROR)
     findings: list[Finding] = []
+    unfinished = failed("examination", "did not come to its end", "standard error says why")
+
+    def write(*more: Finding) -> None:
+        if is_main and config.json is not None:
+            about = [vars(finding) for finding in (*findings, *more)]
+            config.json.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
     def note(finding: Finding) -> None:
         findings.append(finding)
         if is_main:
             print(line(finding), flush=True)
-            if config.json is not None:
-                about = [vars(finding) for finding in findings]
-                config.json.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        write(unfinished)  # whatever ends it, what is left does not read as all well
 
     try:
+        write(unfinished)
         for finding in examine(config):
             note(finding)
-    except Preempted:
-        raise
+    except Preempted as error:
+        raise Preempted("the examination was stopped before its end") from error
     except UserError as error:
         note(failed("set-up", str(error), "as it says"))
+    write()
     counts = {verdict: sum(f.verdict is verdict for f in findings) for verdict in Verdict}
     if is_main:
         print(", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from importlib.util import find_spec
 
+DOCTOR = "`-m accel_ft.doctor` in place of `-m accel_ft.train` finds what is wrong with a set-up"
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_PREEMPTED = 75

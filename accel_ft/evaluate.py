@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from accel_ft.config import ROW_KEYS, EvaluateConfig
@@ -58,11 +57,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     if "max_eval_samples" in typed:  # the run's is for its validation rows
         split.stop = min(split.stop, config.max_eval_samples or split.stop)
-    if is_cut_off and accelerator.is_main_process and not _are_the_runs_own(run, split):
-        logger.warning(
-            "the validation rows were cut off the training rows, which are not those of the run "
-            "any more (or cut at another max_seq_length): some may have been trained on"
-        )
+    if is_cut_off and run is not None and accelerator.is_main_process:
+        receipt = json.loads((run / "receipt.json").read_text(encoding="utf-8"))
+        if not split.is_beside(receipt["data"]["train"]):
+            logger.warning(
+                "the validation rows were cut off the training rows, which are not those of the "
+                "run any more (or cut at another max_seq_length): some may have been trained on"
+            )
     pad = Padding(opened.tokenizer, max_seq_length, accelerator.device)
     loader = make_eval_loader(accelerator, split, config.per_device_eval_batch_size, pad)
     scores, _ = evaluate(
@@ -74,16 +75,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(text)
         if config.output is not None:
             config.output.write_text(text + "\n", encoding="utf-8")  # it may be a device
-
-
-def _are_the_runs_own(run: Path | None, split: Any) -> bool:
-    """Whether rows that are cut off the training rows are among those that the run cut off."""
-    if run is None:
-        return True
-    receipt = json.loads((run / "receipt.json").read_text(encoding="utf-8"))
-    content, _, places = split.fingerprint().partition("[0:")
-    known, _, trained = str(receipt["data"]["train"]).partition("[")
-    return content == known and int(places[:-1]) <= int(trained.partition(":")[0])
 
 
 if __name__ == "__main__":

@@ -286,6 +286,8 @@ def _goes_on(run: _Run, config: SearchConfig, job: TrainConfig) -> bool:
     where it is worse than the median; whether it is not at its end.
     """
     if run.process is None:
+        if _is_locked(run.folder):  # a search that was killed left it
+            return True
         command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
         if config.config_file is not None:
             command += ["--config_file", str(config.config_file)]
@@ -310,12 +312,19 @@ def _is_at_work(run: _Run) -> bool:
     if run.process.poll() is None:
         return True
     run.ended = run.ended or time.monotonic()
+    return _is_locked(run.folder) and time.monotonic() - run.ended < SAVE_SECONDS
+
+
+def _is_locked(folder: Path) -> bool:
+    lock = folder / "ranks/lock"
+    if not lock.exists():  # a look would make it, and its folder
+        return False
     try:
-        with FileLock(run.folder / "ranks/lock", timeout=0, fallback_to_soft=False):
+        with FileLock(lock, timeout=0, fallback_to_soft=False):
             return False
     except Timeout:
-        return time.monotonic() - run.ended < SAVE_SECONDS
-    except OSError:  # it never came to its lock
+        return True
+    except OSError:  # a file system without locks
         return False
 
 
@@ -329,7 +338,7 @@ def _tell(study: Any, run: _Run, job: TrainConfig) -> bool:
     ends = _events(run.folder, "end")
     if run.is_pruned:
         study.tell(run.trial, state=optuna.trial.TrialState.PRUNED)
-    elif run.process is not None and run.process.returncode == 0 and ends:
+    elif ends:
         study.tell(run.trial, job.best_value(ends[-1], "eval_"))
     else:
         study.tell(run.trial, state=optuna.trial.TrialState.FAIL)

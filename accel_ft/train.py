@@ -11,7 +11,15 @@ from shlex import quote
 from typing import Any
 
 from accel_ft.config import METRICS, TrainConfig
-from accel_ft.errors import ConfigError, Preempted, RankError, UserError, require, run_command
+from accel_ft.errors import (
+    DOCTOR,
+    ConfigError,
+    Preempted,
+    RankError,
+    UserError,
+    require,
+    run_command,
+)
 from accel_ft.settings import parse, settings_to_reproduce
 
 logger = logging.getLogger("accel_ft.train")  # run with -m, its name is __main__
@@ -27,10 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         fit(config)
     except Exception as error:
         if isinstance(error, RankError) or not isinstance(error, UserError):
-            error.add_note(
-                "`-m accel_ft.doctor` in place of `-m accel_ft.train` finds what is wrong with a "
-                "set-up"
-            )
+            error.add_note(DOCTOR)
         raise
 
 
@@ -67,7 +72,7 @@ def fit(config: TrainConfig) -> None:
     ranks = config.output_dir / "ranks"
     with (
         _own(config, ranks / "lock") if is_main else nullcontext(),
-        Watch(ranks, rank, accelerator.num_processes, config.ddp_timeout) as watch,
+        Watch(ranks, rank, accelerator.num_processes, config.ddp_timeout, DOCTOR) as watch,
     ):
         run = build(config, accelerator, watch)
         if config.push_to_hub and is_main:

@@ -152,12 +152,13 @@ def run(
     return done
 
 
-def launch(config_file: str, *words: object, **kwargs) -> subprocess.CompletedProcess[str]:
-    """`accelerate launch --config_file accelerate_configs/...`."""
-    path = config_file if "/" in config_file else f"accelerate_configs/{config_file}"
-    return run(
-        "python", "-m", "accelerate.commands.launch", "--config_file", path, *words, **kwargs
-    )
+def launch(config_file: str | None, *words: object, **kwargs) -> subprocess.CompletedProcess[str]:
+    """`accelerate launch --config_file accelerate_configs/...`, or without one."""
+    config = []
+    if config_file is not None:
+        path = config_file if "/" in config_file else f"accelerate_configs/{config_file}"
+        config = ["--config_file", path]
+    return run("python", "-m", "accelerate.commands.launch", *config, *words, **kwargs)
 
 
 def job_words(model: Path, train_file: Path, eval_file: Path, output_dir: Path) -> list[str]:

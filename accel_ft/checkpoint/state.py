@@ -239,6 +239,7 @@ def check_same_run(
     """
     differences = [
         f"{key}: {saved.get(key)!r} in the checkpoint, {value!r} in this job"
+        + " (of other parameters: it cannot be allowed)" * (key in allowed)
         for key, value in identity.items()
         if saved.get(key) != value
         and not (key in allowed and _can_differ(key, saved.get(key), value))
@@ -251,8 +252,10 @@ def check_same_run(
 
 
 def _can_differ(key: str, saved: Any, wanted: Any) -> bool:
-    """Other label names are a choice, another number of them another model."""
-    return key != "labels" or len(saved or ()) == len(wanted)
+    """Other label names are a choice, another number of them, or other adapters, another model."""
+    if key == "labels":
+        return len(saved or ()) == len(wanted)
+    return key not in ("lora_r", "lora_target_modules")
 
 
 def _told(error: BaseException) -> str:

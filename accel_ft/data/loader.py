@@ -64,6 +64,7 @@ class Padding:
     ) -> None:
         self.token_id = int(tokenizer.pad_token_id)
         self.left = tokenizer.padding_side == "left"
+        self.empty_text = np.array(tokenizer("")["input_ids"] or [self.token_id], np.int32)
         step, self.eval_batch_size = (2, 16) if device.type == "cpu" else (8, 64)
         steps = np.arange(step, longest + step, step, dtype=np.int64)
         if compiled:
@@ -105,17 +106,20 @@ class Padding:
 def collate(split: Split, places: Ids, pad: Padding) -> Batch:
     """Make the tensors of one micro-batch.
 
-    An empty one, which keeps all ranks in step, becomes the split's first sample with weight 0 and
-    place -1.
+    An empty one, which keeps all ranks in step, becomes an empty text with weight 0 and place -1.
 
     Returns:
-        input_ids, attention_mask: int64 [B, T]; labels: int64 [B]; weights: float32 [B], what a
-            sample counts in the loss; places: int64 [B].
+        input_ids, attention_mask: int64 [B, T]; labels: as `Split.labels` has them; weights:
+            float32 [B], what a sample counts in the loss; places: int64 [B].
     """
     filler = len(places) == 0
     real = np.zeros(1, np.int64) if filler else places
-    batch = pad(split.tokens(real))
-    batch["labels"] = torch.from_numpy(split.labels(real))
+    rows = split.tokens(real)
+    if filler:
+        has_types = rows[0].ndim == 2
+        rows = [np.stack([pad.empty_text, 0 * pad.empty_text]) if has_types else pad.empty_text]
+    batch = pad(rows)
+    batch["labels"] = torch.from_numpy(split.labels(real) * (not filler))
     weights = split.weights(real) * (not filler)
     batch["weights"] = torch.from_numpy(weights.astype(np.float32))
     batch["places"] = torch.from_numpy(np.full(1, -1) if filler else np.array(places))

@@ -34,12 +34,13 @@ class Split:
 
     Args:
         store: all rows.
-        targets: of each of the store's label codes: label ids, int64 [K]; of several labels,
-            float32 [K, C]; of a regression, float32 [K].
+        targets: of each of the store's label codes, as `data.targets` returns them.
         start, stop: places in the permuted order of rows.
     """
 
-    def __init__(self, store: TokenStore, targets: NDArray[Any], start: int, stop: int) -> None:
+    def __init__(
+        self, store: TokenStore, targets: NDArray[Any] | None, start: int, stop: int
+    ) -> None:
         self.store, self.targets, self.start, self.stop = store, targets, start, stop
         self.class_weights: NDArray[np.float64] | None = None
         self.repeated: Ids | None = None
@@ -74,8 +75,11 @@ class Split:
 
     def labels(self, places: Ids) -> NDArray[Any]:
         """Label ids, int64 [k]; of several, float32 [k, C]; of a regression, float32 [k]."""
-        labels: NDArray[Any] = self.targets[self.store.label_codes[self.ids(places)]]
-        return labels
+        codes: NDArray[Any] = self.store.label_codes[self.ids(places)]
+        if self.targets is None:
+            return codes
+        labels: NDArray[Any] = self.targets[codes]
+        return labels if labels.ndim == 1 else labels.astype(np.float32)
 
     def weights(self, places: Ids) -> NDArray[np.float64]:
         """What each sample counts in the loss, float64 [k]."""
@@ -89,13 +93,19 @@ class Split:
         return self.store.text_hashes[self.ids(places)]
 
     def tokens(self, places: Ids) -> list[NDArray[np.int32]]:
-        """Token ids of each, int32 [T_i]."""
+        """Token ids of each, int32 [T_i], or [2, T_i] with their types."""
         return [self.store.tokens(row) for row in self.ids(places)]
 
     def fingerprint(self) -> str:
         """What the samples are, in words: content hash and range."""
         times = "" if self.repeated is None else f" as {len(self)}"
         return f"{self.store.fingerprint[:16]}[{self.start}:{self.stop}]{times}"
+
+    def is_beside(self, trained: str) -> bool:
+        """Whether rows cut off the front of a store come before those of fingerprint `trained`."""
+        content, _, start = trained.partition("[")
+        is_same = self.store.fingerprint.startswith(content)
+        return is_same and self.stop <= int(start.partition(":")[0])
 
 
 @dataclass(frozen=True)
@@ -137,7 +147,9 @@ def load_splits(config: TrainConfig, tokenizer: Any, model_labels: Sequence[str]
     train, validation = splits["train"], splits["validation"]
     train.stop = min(train.stop, train.start + (config.max_train_samples or len(train)))
     labels = validation.labels(np.arange(len(validation), dtype=np.int64))
-    seen = len(np.unique(labels)) if labels.dtype == np.int64 else len(names)
+    seen = len(names)
+    if config.problem_type != "regression":  # of several labels, those some row has
+        seen = len(np.unique(labels if labels.ndim == 1 else labels.nonzero()[1]))
     if seen < len(names):
         logger.warning(
             "the %d validation rows hold %d of the %d labels: their metrics say little",

@@ -47,8 +47,9 @@ def output_names(store: TokenStore, config: DataConfig) -> list[str]:
     return names
 
 
-def targets(store: TokenStore, names: list[str], config: DataConfig) -> NDArray[Any]:
-    """Return the target of each of the store's distinct label cells.
+def targets(store: TokenStore, names: list[str], config: DataConfig) -> NDArray[Any] | None:
+    """Return the target of each of the store's distinct label cells; None for a regression, whose
+    store holds each row's.
 
     Args:
         store: of the rows.
@@ -56,14 +57,13 @@ def targets(store: TokenStore, names: list[str], config: DataConfig) -> NDArray[
         config: tells what the cells mean.
 
     Returns:
-        label ids, int64 [K]; of several labels, 0 or 1 for each, float32 [K, C]; of a regression,
-        float32 [K].
+        label ids, int64 [K]; of several labels, whether it has each, bool [K, C].
 
     Raises:
         DataError: for a label that is not among `names`, with its first place.
     """
     if config.problem_type == "regression":
-        return np.array([float(label) for label in store.labels], np.float32)
+        return None
     many = config.problem_type == "multi_label_classification"
     sets = [json.loads(label) if many else [label] for label in store.labels]
     id_of = {name: label_id for label_id, name in enumerate(names)}
@@ -88,9 +88,9 @@ def targets(store: TokenStore, names: list[str], config: DataConfig) -> NDArray[
         raise DataError("\n  ".join([f"{store.name}: unknown labels. Allowed: {allowed}", *shown]))
     if not many:
         return np.array([id_of[label] for (label,) in sets], np.int64)
-    table = np.zeros((len(sets), len(names)), np.float32)
+    table = np.zeros((len(sets), len(names)), np.bool_)
     for row, labels in enumerate(sets):
-        table[row, [id_of[label] for label in labels]] = 1.0
+        table[row, [id_of[label] for label in labels]] = True
     return table
 
 

@@ -5,7 +5,7 @@ A store holds, for n rows and N tokens in all:
     tokens.bin   int32 [N]      the rows' token ids, one after the other
     types.bin    int8 [N]       their token types, where rows are pairs and the model wants them
     offsets.bin  int64 [n + 1]  row i's tokens are tokens[offsets[i] : offsets[i + 1]]
-    labels.bin   int32 [n]      index into meta.json's "labels"
+    labels.bin   int32 [n]      index into meta.json's "labels"; of a regression, float32 [n]
     texts.bin    uint64 [n]     hash of each text, to find the same one elsewhere
     meta.json    labels as written, in order of first occurrence, with the place of that; counts
 """
@@ -15,6 +15,7 @@ import errno
 import hashlib
 import json
 import logging
+import os
 import shutil
 import tempfile
 import time
@@ -55,12 +56,13 @@ class TokenStore:
         labels: every label as written, in order of first occurrence.
         label_places: where each label occurs first.
         label_names: in the source's own order, where it declares one.
-        label_codes: of each row, its index in `labels`, int32 [n].
+        label_codes: of each row, its index in `labels`, int32 [n]; of a regression, its number,
+            float32 [n].
         text_hashes: of each row's text, uint64 [n].
     """
 
     def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name, self.fingerprint = folder, name, folder.name
+        self.folder, self.name, self.fingerprint = folder, name, folder.stem
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         self.labels: list[str] = meta["labels"]
         self.label_places: list[str] = meta["label_places"]
@@ -69,7 +71,8 @@ class TokenStore:
         self.num_cut_texts: int = meta["num_cut_texts"]
         self._tokens = _map(folder / "tokens.bin", np.int32, meta["num_tokens"])
         self._offsets = _map(folder / "offsets.bin", np.int64, meta["num_rows"] + 1)
-        self.label_codes = _map(folder / "labels.bin", np.int32, meta["num_rows"])
+        kind = np.float32 if folder.suffix else np.int32
+        self.label_codes = _map(folder / "labels.bin", kind, meta["num_rows"])
         self.text_hashes = _map(folder / "texts.bin", np.uint64, meta["num_rows"])
         self._types = _map(folder / "types.bin", np.int8, meta["num_tokens"] * meta["has_types"])
 
@@ -116,13 +119,15 @@ def tokenize(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
         tokenizer_fingerprint(tokenizer),
     ]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-    folder = cache_folder() / key
+    numbers = ".numbers" if config.problem_type == "regression" else ""  # a layout of its own
+    folder = cache_folder() / (key + numbers)
+    was_there = os.path.exists(folder)  # else another process may make it meanwhile
     try:
         return TokenStore(folder, source.name)
     except PermissionError as error:
         raise DataError(f"{error}. Fix: HF_HOME=a folder of your own") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if folder.exists():
+        if was_there:
             logger.warning("%s: damaged token cache, made anew (%s)", folder, error)
             shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
     logger.info("tokenising %s", source.name)
@@ -196,7 +201,7 @@ def _write_store(folder: Path, source: Source, config: DataConfig, tokenizer: An
     codes: dict[str, int] = {}
     places: list[str] = []
     meta = dict.fromkeys(("num_rows", "num_tokens", "num_empty_texts", "num_cut_texts"), 0)
-    has_types = False
+    has_types, are_numbers = False, config.problem_type == "regression"
     with contextlib.ExitStack() as files:
         tokens, offsets, types, labels, hashes = (
             files.enter_context((folder / f"{name}.bin").open("wb"))
@@ -215,12 +220,13 @@ def _write_store(folder: Path, source: Source, config: DataConfig, tokenizer: An
             offsets.write(ends.astype(np.int64).tobytes())
             for place, text, label in chunk:
                 parts = (text,) if isinstance(text, str) else text
-                if label not in codes:
+                if not are_numbers and label not in codes:
                     codes[label] = len(codes)
                     places.append(place)
                 meta["num_empty_texts"] += not all(part.strip() for part in parts)
                 hashes.write(hashlib.blake2b("\0".join(parts).encode(), digest_size=8).digest())
-            labels.write(np.array([codes[label] for _, _, label in chunk], np.int32).tobytes())
+            kind, code_of = (np.float32, float) if are_numbers else (np.int32, codes.__getitem__)
+            labels.write(np.array([code_of(label) for _, _, label in chunk], kind).tobytes())
             meta["num_rows"] += len(chunk)
             meta["num_tokens"] = int(ends[-1])
             meta["num_cut_texts"] += _count_cut(encoded, max_seq_length)

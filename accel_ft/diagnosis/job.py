@@ -10,6 +10,7 @@ import math
 import secrets
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -56,6 +57,7 @@ logger = logging.getLogger(__name__)
 
 UPDATES = 4
 LIMIT_SECONDS, KEPT = 60, 2
+FORGOTTEN_SECONDS = 3600
 ROWS, EVAL_ROWS = 256, 64
 LEARNT_ROWS, LEARNT_TOKENS = 64, 16
 UNFORESEEN = "examination"
@@ -129,6 +131,8 @@ def _examine(config: TrainConfig) -> Iterator[Finding]:
         yield machine.links(accelerator.device)
         name = gather(f".doctor-{secrets.token_hex(4)}")[0]
         folder = config.output_dir.absolute().parent / name
+        if accelerator.is_main_process:
+            _remove_forgotten(folder.parent)
         rank, num_ranks = accelerator.process_index, accelerator.num_processes
         try:
             with Watch(folder / "ranks", rank, num_ranks, _limit_seconds(config)) as watch:
@@ -138,6 +142,14 @@ def _examine(config: TrainConfig) -> Iterator[Finding]:
         finally:
             if accelerator.is_main_process:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_forgotten(parent: Path) -> None:
+    """Remove what an examination that was killed left behind; one that lives writes heartbeats."""
+    for heartbeats in parent.glob(".doctor-*/ranks"):
+        with contextlib.suppress(OSError):
+            if time.time() - heartbeats.stat().st_mtime > FORGOTTEN_SECONDS:
+                shutil.rmtree(heartbeats.parent)
 
 
 def _limit_seconds(config: TrainConfig) -> float:

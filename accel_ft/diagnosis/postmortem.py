@@ -129,7 +129,10 @@ def _read(folder: Path, rank: int, code: int | None) -> _End:
     stages = [line.split(" ", 1) for line in told(STAGE) if " " in line]  # not cut off
     at, stage = stages[-1] if stages else ("0", "")
     error, fatal = ((told(mark) or [""])[-1] for mark in (RAISED, "Fatal Python error: "))
-    main = log.rpartition("Thread ")[2]
+    mark = "Current thread " if "Current thread " in log else "Thread "  # the main one comes last
+    main = log.rpartition(mark)[2]
+    if mark in log:
+        main = main.partition("\n\n")[0]
     frames = [line.strip() for line in main.splitlines() if line.strip().startswith("File ")]
     if "most recent call last" in main:
         frames.reverse()

@@ -258,9 +258,8 @@ def _fitted(
     if earlier is not None and earlier != found:
         found = min(earlier, found)
         logger.info(
-            "per_device_train_batch_size: %d samples at once, where there were %d%s",
-            found, earlier, "" if found == earlier else ": dropout is drawn otherwise",
-        )  # fmt: skip
+            "per_device_train_batch_size: %d samples at once, where there were %d", found, earlier
+        )
     return config.resolved(per_device_train_batch_size=found, global_batch_size=size)
 
 

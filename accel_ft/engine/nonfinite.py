@@ -132,7 +132,8 @@ def may_skip(run: Run) -> bool:
     logger.warning("%s: %s", message, policy)
     if policy == "rollback":
         _roll_back_to_newest(run, outcome.step)
-    # One that is skipped comes again at a resume from before it; a rollback is not undone by one.
+    # One that is skipped comes again at a resume from before it; so does a rollback, where none of
+    # the checkpoints written since tells of it.
     _write_event(run, policy, number, ids, losses, number if policy == "skip" else run.step)
     return policy == "skip"
 
@@ -173,7 +174,7 @@ def _roll_back_to_newest(run: Run, sick_step: int) -> None:
     run.outcomes.clear()
     run.resume(folder)
     run.num_nonfinite, run.newest_nonfinite, run.passed_over = kept
-    run.events.rewind(run.step, run.eval_is_due)
+    run.events.rewind(run.step, run.eval_is_due, run.passed_over)
     logger.warning("rolled back to update %d", run.step)
 
 

@@ -25,7 +25,7 @@ from accel_ft.data.loader import Batch, Batches, make_loader
 from accel_ft.data.plan import Plan
 from accel_ft.data.splits import Split, Splits
 from accel_ft.engine.evaluation import evaluate, predict_split, write_predictions
-from accel_ft.errors import Preempted, UserError
+from accel_ft.errors import CheckpointError, Preempted, UserError
 from accel_ft.model import adapters
 from accel_ft.runtime.logging import EventLog, progress_bar
 from accel_ft.runtime.memory import peak_memory
@@ -66,7 +66,8 @@ class Run:
     best: dict[str, Any] | None = None
     """Step, metric and value of the best evaluation."""
     num_worse: int = 0
-    """Evaluations in a row that were no better than that."""
+    """Evaluations in a row that were not better by early_stopping_threshold; counted where patience
+    is asked for."""
     stop_signal: int = 0
     """Signal that some rank got; the same on all ranks, 0 for none."""
     warned: bool = False
@@ -181,7 +182,15 @@ class Run:
         """Continue from a verified checkpoint. Collective."""
         saved = state.read_trainer_state(folder)
         state.check_same_run(folder, saved["identity"], self.identity, self.config.allow_changed)
-        groups = self.scheduler.optimizer.param_groups
+        groups, num_saved = (
+            self.scheduler.optimizer.param_groups,
+            len(saved["scheduler"]["base_lrs"]),
+        )
+        if len(groups) != num_saved:  # which torch tells of in as many ways as there are strategies
+            raise CheckpointError(
+                f"{folder}: its parameters stand in {num_saved} groups, this job's in "
+                f"{len(groups)} (layerwise_lr_decay, freeze). Fix: as it was, or another output_dir"
+            )
         fresh = [{key: group[key] for key in ("initial_lr", "weight_decay")} for group in groups]
         devices = self.watch.tell(self.accelerator.device.index or 0)
         state.load(self.accelerator, folder, saved, self.config.seed, devices)
@@ -199,6 +208,15 @@ class Run:
         for name in state.RUN_STATE:
             setattr(self, name, saved[name])
         self.saved_step = self.step
+        self._tell_what_differs(saved)
+        self._keep_best(saved.get("validation_data"))
+        sums, rank = saved["loss_sums"], self.accelerator.process_index
+        if len(sums) == self.accelerator.num_processes:
+            self.loss_sum = sums[rank]
+        else:
+            self.loss_sum = math.fsum(sums) if rank == 0 else 0.0
+
+    def _tell_what_differs(self, saved: dict[str, Any]) -> None:
         here = self.plan.steps_per_epoch
         there = saved.get("steps_per_epoch", here)
         if there != here:
@@ -207,23 +225,45 @@ class Run:
                 "job's: rows are trained more, or less, often",
                 self.step, self.step / there, self.step / here,
             )  # fmt: skip
-        if self.best is not None:
-            is_needed = self._protected_step not in (None, self.step)  # or it was just loaded
-            is_lost = is_needed and not state.is_sound(self.watch, self._best_folder())
-            what = "whose checkpoint is gone or damaged" if is_lost else ""
-            rows = self.splits.validation.fingerprint()
-            if saved.get("validation_data", rows) != rows:
-                what = "on other validation rows"
-            if self.best["metric"] != self.config.best_metric:
-                what = f"of {self.best['metric']}"
-            if what:
-                logger.warning("best was that %s: best starts anew", what)
-                self.best, self.num_worse = None, 0
-        sums, rank = saved["loss_sums"], self.accelerator.process_index
-        if len(sums) == self.accelerator.num_processes:
-            self.loss_sum = sums[rank]
-        else:
-            self.loss_sum = math.fsum(sums) if rank == 0 else 0.0
+        parts, before = self.accumulation_steps, saved.get("accumulation_steps")
+        if before not in (None, parts) and saved["num_processes"] == self.accelerator.num_processes:
+            logger.info(
+                "an update was %d micro-batches on each rank, now it is %d: dropout is drawn "
+                "otherwise", before, parts,
+            )  # fmt: skip
+        train, validation = self.splits.train, self.splits.validation
+        are_cut_off = validation.store is train.store
+        if are_cut_off and not validation.is_beside(saved["identity"]["train_data"]):
+            logger.warning(
+                "the validation rows are cut off other training rows than before (or cut at "
+                "another max_seq_length): some may have been trained on. Fix: a validation_file"
+            )
+
+    def _keep_best(self, rows: str | None) -> None:
+        """Keep the checkpoint's best evaluation where it still says what is asked for. Collective.
+
+        Args:
+            rows: that it was measured on.
+        """
+        if self.best is None:
+            return
+        metric, config, is_whole = self.best["metric"], self.config, self.step >= self.num_steps
+        is_needed = self._protected_step not in (None, self.step)  # or it was just loaded
+        what = ""
+        if is_needed and not state.is_sound(self.watch, self._best_folder()):
+            what = "whose checkpoint is gone or damaged"
+        elif metric != config.best_metric and not is_whole:
+            what = f"of {metric}"
+        elif metric != config.best_metric and config.load_best_model_at_end:
+            logger.warning(
+                "best stays that of %s: no update is left to choose one by %s",
+                metric, config.best_metric,
+            )  # fmt: skip
+        elif rows not in (None, self.splits.validation.fingerprint()) and not self.is_over:
+            what = "on other validation rows"
+        if what:
+            logger.warning("best was that %s: best starts anew", what)
+            self.best, self.num_worse = None, 0
 
     def global_weight(self, step: int) -> float:
         """Return the weight of update `step`'s whole global batch."""
@@ -264,9 +304,11 @@ class Run:
         self.bar.update()
         if self.profiler is not None:
             self.profiler.step()
-        if self._falls_on(self.step, self.config.logging_steps):
+        is_eval = self._falls_on(self.step, self._eval_steps)
+        may_be_last = is_eval and self.config.early_stopping_patience is not None
+        if may_be_last or self._falls_on(self.step, self.config.logging_steps):
             self.log(learning_rate)
-        is_best = self._falls_on(self.step, self._eval_steps) and self.evaluate()
+        is_best = is_eval and self.evaluate()
         due = is_best or self._falls_on(self.step, self.config.save_steps)
         if due or self.stop_signal or self.is_over:
             self.save()
@@ -327,14 +369,11 @@ class Run:
             ahead = -math.inf  # of numbers that are none, the largest is the first label's
         elif self.best is not None:
             ahead = (value - self.best["value"]) * (1 if self.config.takes_highest else -1)
-        self.num_worse = 0 if ahead > self.config.early_stopping_threshold else self.num_worse + 1
+        is_counted = self.config.early_stopping_patience is not None
+        is_worse = is_counted and ahead <= self.config.early_stopping_threshold
+        self.num_worse = self.num_worse + 1 if is_worse else 0
         if ahead > 0:
             self.best = {"step": self.step, "metric": metric, "value": value}
-        if self.is_over and self.step < self.num_steps:
-            logger.info(
-                "%d evaluations in a row were no better than %s %.4f: stopping",
-                self.num_worse, metric, self.best["value"] if self.best else value,
-            )  # fmt: skip
         return ahead > 0 and self.config.load_best_model_at_end
 
     def _measure(self, name: str, loader: Any, split: Split, **about: int) -> dict[str, Any]:
@@ -384,6 +423,7 @@ class Run:
             "identity": self.identity,
             "scheduler": self.scheduler.state_dict(),
             "steps_per_epoch": self.plan.steps_per_epoch,
+            "accumulation_steps": self.accumulation_steps,
             "loss_sums": self.watch.tell(self.loss_sum),
         }
         final = transaction.checkpoint_folder(self.checkpoints, self.step)
@@ -420,6 +460,12 @@ class Run:
         """Leave the final (or best) model, and measure it on the test rows. Collective."""
         self.settle()
         self.close()
+        if self.step < self.num_steps:
+            best = f"{self.best['metric']} {self.best['value']:.4f}" if self.best else "none"
+            logger.info(
+                "stopped early: %d evaluations in a row were not better by %g; the best is %s",
+                self.num_worse, self.config.early_stopping_threshold, best,
+            )  # fmt: skip
         model_step, best_step = self.step, self._protected_step
         if best_step is not None:
             if state.is_sound(self.watch, self._best_folder()):

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import shutil
+from typing import Any
 
 from accel_ft.checkpoint import state, transaction
 from accel_ft.config import TrainConfig
@@ -23,28 +24,60 @@ ORDER_HASH_STEPS = 256
 
 
 def is_finished(run: Run) -> bool:
-    """Return whether the folder holds this very run, finished.
+    """Return whether the folder holds this very run, finished; with other rows to measure it on, or
+    another choice between best and last model, its end is to be made anew.
 
     Raises:
         CheckpointError: it holds another job's.
     """
+    config = run.config
     ends = [event for event in read_events(run.events.path) if event["event"] == "end"]
-    if run.config.resume_from_checkpoint != "latest" or not ends:
+    if config.resume_from_checkpoint != "latest" or not ends:
         return False
-    step, patience = ends[-1]["step"], run.config.early_stopping_patience
-    if step < run.num_steps and (patience is None or ends[-1]["num_worse"] < patience):
+    step, patience = ends[-1]["step"], config.early_stopping_patience
+    is_whole = step >= run.num_steps
+    if not is_whole and (patience is None or ends[-1]["num_worse"] < patience):
         return False
+    receipt, wanted = _checked_receipt(run), _selection(config)
+    chosen = receipt.get("selection", wanted)
+    if not is_whole and chosen["metric"] != wanted["metric"]:
+        return False  # it was another one that got no better
     if step > run.num_steps:
         logger.info("it was trained for %d updates, %d are asked for", step, run.num_steps)
-    _check_receipt(run)
-    return True
+    if wanted["takes_best"] and chosen["metric"] not in (None, wanted["metric"]):
+        logger.warning(
+            "its model was chosen by %s; no update is left to choose one by %s",
+            chosen["metric"], wanted["metric"],
+        )  # fmt: skip
+    rows, before = _fingerprints(run), receipt["data"]
+    changed = [name for name in ("validation", "test") if rows.get(name) != before.get(name)]
+    changed += ["model"] * (chosen["takes_best"] != wanted["takes_best"])
+    if changed:
+        what = " and ".join(changed)
+        logger.info("%s is finished; its end is made anew: other %s", run.output_dir, what)
+    return not changed
 
 
-def _check_receipt(run: Run) -> None:
-    receipt = json.loads((run.output_dir / "receipt.json").read_text(encoding="utf-8"))
+def _selection(config: TrainConfig) -> dict[str, Any]:
+    """Which model is taken at the end, and by what."""
+    picks = config.load_best_model_at_end or config.early_stopping_patience is not None
+    return {
+        "takes_best": config.load_best_model_at_end,
+        "metric": config.best_metric if picks else None,
+    }
+
+
+def _checked_receipt(run: Run) -> dict[str, Any]:
+    receipt: dict[str, Any] = json.loads((run.output_dir / "receipt.json").read_text("utf-8"))
     state.check_same_run(
         run.output_dir, receipt["identity"], run.identity, run.config.allow_changed
     )
+    return receipt
+
+
+def _fingerprints(run: Run) -> dict[str, str]:
+    splits = {name: each for name, each in vars(run.splits).items() if isinstance(each, Split)}
+    return {name: split.fingerprint() for name, split in splits.items()}
 
 
 def start_or_resume(run: Run) -> None:
@@ -66,7 +99,7 @@ def start_or_resume(run: Run) -> None:
     if folder is not None:
         is_others = folder.resolve().parent != run.checkpoints.resolve()
         if is_others and (transaction.list_published(run.checkpoints) or has_ended):
-            _check_receipt(run)
+            _checked_receipt(run)
         run.resume(folder)
         logger.info("resumed from %s: %d of %d updates done", folder, run.step, run.num_steps)
         if run.step > run.num_steps:
@@ -93,11 +126,12 @@ def start_or_resume(run: Run) -> None:
         transaction.make_root(run.checkpoints)
         transaction.remove_leftovers(run.checkpoints, later)
         _check_space(run)
+        # First, so that it is ended no more, whenever it is killed from here on.
+        run.events.rewind(run.step, run.eval_is_due, run.passed_over)
         _describe(run)
         transaction.remove(run.output_dir / "model")  # of an earlier end: what goes on has none yet
         for name in ("predictions.npz", "mistakes.jsonl", "report.html"):
             (run.output_dir / name).unlink(missing_ok=True)
-        run.events.rewind(run.step, run.eval_is_due)
         if run.step > 0:
             run.events.write("resume", step=run.step, num_processes=accelerator.num_processes)
     run.watch.wait()
@@ -156,7 +190,8 @@ def _describe(run: Run) -> None:
         "num_steps": run.num_steps,
         "accumulation_steps": run.accumulation_steps,
         "identity": run.identity,
-        "data": {name: split.fingerprint() for name, split in splits.items()},
+        "selection": _selection(config),
+        "data": _fingerprints(run),
         "num_samples": {name: len(split) for name, split in splits.items()},
         "sample_order_sha256": hashlib.sha256(order).hexdigest(),
         "tokenizer": tokenizer_fingerprint(run.tokenizer),

@@ -45,6 +45,8 @@ def resolve(name: str, key: str = "model_name_or_path") -> str:
         place = Path(name)
         if place.is_dir():
             return name
+        if place.is_file():
+            raise ConfigError(f"{key}={name}: is a file. Fix: its folder, {place.parent}")
         siblings = [str(p) for p in place.parent.iterdir()] if place.parent.is_dir() else []
         # `runs/quikstart` could be a Hub id; beside other runs it is a slip of the pen.
         meant_local = key == "checkpoint" and place.parent.name and siblings
@@ -97,7 +99,8 @@ def provenance(name: str) -> dict[str, str]:
     if not folder.is_dir():
         from transformers.utils.hub import cached_file, extract_commit_hash
 
-        commit = extract_commit_hash(cached_file(name, "config.json"), None)
+        with fetching("model_name_or_path", name):
+            commit = extract_commit_hash(cached_file(name, "config.json"), None)
         return {} if commit is None else {"commit": commit}
     for path in sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]):
         found[path.name] = sha256(path)
@@ -280,7 +283,15 @@ def load_for_inference(
 def _load(key: str, folder: str, **kwargs: Any) -> tuple[Any, list[str]]:
     """Return a model and the names of its parameters that were not loaded."""
     from transformers import AutoModelForSequenceClassification
+    from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
+    with fetching(key, folder):  # whose configuration may name any module to import
+        adapters = find_adapter_config_file(folder)
+    if adapters is not None:
+        raise ConfigError(
+            f"{key}={folder}: holds adapters ({ADAPTER_CONFIG_NAME}), not a whole model. "
+            "Fix: one with these merged into it, as `accel_ft.export` makes of a run's"
+        )
     load = AutoModelForSequenceClassification.from_pretrained
     model, info = _from_pretrained(
         key, folder, load, dtype=torch.float32, output_loading_info=True, **kwargs

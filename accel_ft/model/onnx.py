@@ -67,7 +67,8 @@ def write_onnx(model: Any, tokenizer: Any, folder: Path) -> float:
             )
         except Exception as error:  # of the exporter, which does not know all that models do
             raise UserError(
-                f"torch cannot write {type(model).__name__} as ONNX: {first_line(error)}"
+                f"torch cannot write {type(model).__name__} as ONNX: "
+                f"{first_line(error.__cause__ or error)}"
             ) from error
     session = onnxruntime.InferenceSession(str(folder / FILE), providers=["CPUExecutionProvider"])
     worst = 0.0

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from accel_ft.config import TrainConfig
+from accel_ft.errors import ConfigError
 
 READ_BY_LAYERS = re.compile(r"encoder\.(rel_embeddings|LayerNorm|relative_attention_bias)\.")
 
@@ -102,6 +103,11 @@ def make_scheduler(config: TrainConfig, optimizer: torch.optim.Optimizer, num_st
     """
     from transformers import get_scheduler
 
+    name = config.lr_scheduler_type
     share = config.warmup_steps if config.warmup_steps < 1 else 0.0
     warmup = math.ceil(round(share * num_steps, 6)) if share else round(config.warmup_steps)
-    return get_scheduler(config.lr_scheduler_type, optimizer, warmup, num_steps)
+    try:  # where all is warm-up, polynomial divides by what is left
+        return get_scheduler(name, optimizer, warmup, max(num_steps, warmup + 1))
+    except ValueError as error:
+        rate = optimizer.defaults["lr"]
+        raise ConfigError(f"lr_scheduler_type={name}: learning_rate={rate:g}: {error}") from error

@@ -23,12 +23,22 @@ def differences(one: Record, other: Record) -> Iterator[Difference]:
         for key in sorted(a.keys() | b.keys()):
             if key.partition(".")[0] not in idle and not _same(a.get(key), b.get(key)):
                 yield f"{name} {key}", a.get(key), b.get(key)
-    # Of a run that was made longer, the first part had another schedule.
-    starts = [[s.get("num_steps", 0) for s in record.receipt["starts"]] for record in (one, other)]
-    planned = [list(dict.fromkeys(each)) for each in starts]
-    if planned[0] != planned[1] and max(map(len, planned)) > 1:
-        yield "updates planned, over all starts", planned[0], planned[1]
+    first, second = (_over_starts(record.receipt["starts"]) for record in (one, other))
+    for key in first.keys() & second.keys():  # receipt and settings are those of the last start
+        if first[key] != second[key] and max(len(first[key]), len(second[key])) > 1:
+            yield f"{key}, over all starts", first[key], second[key]
     yield from curves(one, other)
+
+
+def _over_starts(starts: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Return what each start of a run was, one after the other, without repetitions."""
+    flat = [_flat({**each, "time": None, "step": None}) for each in starts]
+    keys = dict.fromkeys(key for each in flat for key in each)
+    values = {key: [each.get(key) for each in flat] for key in keys}
+    return {
+        key: [v for n, v in enumerate(found) if n == 0 or not _same(v, found[n - 1])]
+        for key, found in values.items()
+    }
 
 
 def curves(one: Record, other: Record) -> Iterator[Difference]:

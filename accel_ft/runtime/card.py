@@ -37,13 +37,15 @@ def model_card(
     )
     own = settings.get(f"{split}_file") or settings.get("train_file")
     rows = own or settings.get("dataset_name") or "unknown"
+    # Maybe cut off the training rows: no split that can be looked up.
+    is_given = split == "test" or settings.get(f"{split}_file")
     results = [
         EvalResult(
             task_type="text-classification",
             dataset_type="custom" if own else data or "custom",
             dataset_name=Path(str(rows)).name,
             dataset_config=None if own else settings.get("dataset_config_name"),
-            dataset_split=settings.get(f"{split}_split_name") or split,
+            dataset_split=settings.get(f"{split}_split_name") or (split if is_given else None),
             metric_type=metric,
             metric_value=round(value, 6),
         )

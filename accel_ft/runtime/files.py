@@ -22,7 +22,9 @@ def write_whole(path: Path, content: str | bytes) -> None:
     staging = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with staging.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            if isinstance(content, str):  # a file's name in it may be no UTF-8
+                content = content.encode(errors="backslashreplace")
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         staging.replace(path)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 from accel_ft.errors import ConfigError, first_line
 
@@ -31,10 +32,12 @@ def fetching(key: str, name: str) -> Iterator[None]:
     """Load `name`, the value of `key`, from Hub or folder; make one message of what goes wrong."""
     reachable = Path(name).exists() or hub_reachable()
     try:
-        yield
+        with contextlib.nullcontext() if reachable else _offline():
+            yield
     except Exception as error:  # other people's files fail in any way
         if reachable:
             raise ConfigError(f"{key}={name}: cannot be loaded: {_told(error)}") from error
+        hub_reachable.cache_clear()  # the next job in this process asks anew
         raise ConfigError(
             f"{key}={name}: the Hub cannot be reached and its cache here does not hold it. "
             "Fix: give a local folder or file, or a package:// model. To try accel_ft without the "
@@ -52,9 +55,22 @@ def _told(error: Exception) -> str:
     return words if cause is None else f"{words} ({first_line(cause)})"
 
 
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """Have the Hub's libraries take what is in their cache, without asking."""
+    import datasets
+    from huggingface_hub import constants
+
+    with (
+        mock.patch.object(constants, "HF_HUB_OFFLINE", True),
+        mock.patch.object(datasets.config, "HF_HUB_OFFLINE", True),
+    ):
+        yield
+
+
 @cache
 def hub_reachable() -> bool:
-    """Return whether the Hub answers; else switch its libraries to their cache from here on."""
+    """Return whether the Hub answers; asked once, until something could not be had."""
     import huggingface_hub
     from huggingface_hub import constants
 
@@ -72,8 +88,4 @@ def hub_reachable() -> bool:
     thread = threading.Thread(target=probe, daemon=True)
     thread.start()
     thread.join(PROBE_SECONDS)  # a name server that hangs heeds no time limit of ours
-    if not answers:
-        import datasets
-
-        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     return bool(answers)

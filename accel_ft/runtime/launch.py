@@ -73,7 +73,7 @@ def read_request() -> Request:
     return Request(
         file or "accelerate launch",
         args.num_processes or (yaml and yaml.num_processes),
-        bool(args.cpu or yaml.use_cpu) if yaml else args.cpu or None,
+        bool(args.cpu or yaml.use_cpu) if yaml else args.cpu or (False if words_say else None),
         words_say or (str(yaml.distributed_type.value) if yaml else "NO"),
         str(asked_precision or "no"),
     )

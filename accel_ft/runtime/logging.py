@@ -4,7 +4,7 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +87,12 @@ class EventLog:
                 file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
         self.listener(event, step, values)
 
-    def rewind(self, step: int, eval_is_due: bool = False) -> None:
+    def rewind(
+        self, step: int, eval_is_due: bool = False, passed_over: Collection[int] = ()
+    ) -> None:
         """Drop the events of later updates than `step` (and a half-written last line), which will
-        come again, as will the evaluation of `step` where it is due; not when and why it was
-        started and stopped.
+        come again, as will the evaluation of `step` where it is due, and rollbacks whose batch is
+        not `passed_over`; not when and why it was started and stopped.
         """
         if self.writes and self.path.exists():
             kept = [
@@ -100,6 +102,9 @@ class EventLog:
                     event["step"] <= step
                     and event["event"] not in ("test", "end")
                     and not (eval_is_due and (event["step"], event["event"]) == (step, "eval"))
+                    and not (
+                        event.get("policy") == "rollback" and event["update"] - 1 not in passed_over
+                    )
                 )
                 or event["event"] in ("resume", "preempted")
                 or event.get("policy") == "stop"

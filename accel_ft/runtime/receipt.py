@@ -51,13 +51,17 @@ def write_receipt(path: Path, accelerator: Accelerator, about_run: dict[str, Any
         "threads": torch.get_num_threads(),
     }
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    begun = {"time": now, "step": about_run["step"], "num_steps": about_run["num_steps"]}
-    starts.append(begun | strategy | {"machine": machine})
-    receipt = {
+    program = {
         "accel_ft": accel_ft.__version__,
         "git_commit": git_commit(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
+    }
+    begun = {"time": now, "step": about_run["step"], "num_steps": about_run["num_steps"]}
+    identity = {key: value for key, value in about_run["identity"].items() if key != "labels"}
+    starts.append(begun | strategy | {"machine": machine, "identity": identity} | program)
+    receipt = {
+        **program,
         "strategy": strategy,
         "machine": machine,
         **{key: value for key, value in about_run.items() if key != "step"},

@@ -74,10 +74,13 @@ class Watch:
         folder: of heartbeats and logs, on a file system that all ranks share.
         rank, num_ranks: of this process.
         limit_seconds: after which a rank that is stopped counts as lost.
+        advice: told where another rank was lost.
     """
 
-    def __init__(self, folder: Path, rank: int, num_ranks: int, limit_seconds: float) -> None:
-        self.folder, self.rank, self.num_ranks = folder, rank, num_ranks
+    def __init__(
+        self, folder: Path, rank: int, num_ranks: int, limit_seconds: float, advice: str = ""
+    ) -> None:
+        self.folder, self.rank, self.num_ranks, self.advice = folder, rank, num_ranks, advice
         self.limit = limit_seconds
         self.stop_signal = 0
         """Number of the signal that asked this rank to stop, 0 for none."""
@@ -94,8 +97,8 @@ class Watch:
         self._launcher = os.getppid() if _has_launcher() else None
         folder.mkdir(parents=True, exist_ok=True)
         if num_ranks > 1:
+            self._patient_group = new_host_group(PATIENCE)  # rank 0 may wait for the folder's lock
             self._group = new_host_group(timedelta(seconds=limit_seconds))
-            self._patient_group = new_host_group(PATIENCE)
         self._beat["run"] = self.tell(secrets.token_hex(8))[0]  # not an earlier run's heartbeat
 
     # What the ranks say to each other: on the host, so that no accelerator waits.
@@ -273,7 +276,7 @@ class Watch:
         """End this process, whose main thread may wait for a rank that will not come."""
         rank, words, exit_code = lost
         faulthandler.dump_traceback(self._log)
-        self._leave(f"error: {words}", exit_code, aloud=self.rank == (1 if rank == 0 else 0))
+        self._leave(self._advised(words), exit_code, aloud=self.rank == (1 if rank == 0 else 0))
 
     def _leave(self, words: str, exit_code: int, aloud: bool = True) -> None:
         leave_last_words(words)
@@ -302,7 +305,10 @@ class Watch:
         except OSError:  # a full disk is told by who writes what matters
             self._can_write = False
         if not ended and not self._failed:
-            leave_last_words(f"error: {self._words(self._beat, 'ended without a word')}")
+            leave_last_words(self._advised(self._words(self._beat, "ended without a word")))
+
+    def _advised(self, words: str) -> str:
+        return f"error: {words}\n{self.advice}".rstrip()
 
     def _words(self, beat: dict[str, Any], what: str) -> str:
         log = self._path(beat["rank"]).with_suffix(".log")

@@ -61,6 +61,9 @@ REFUSED = {
     ),
 }
 if not torch.accelerator.is_available():
+    REFUSED["GPUs by a word alone"] = Refused(
+        "", "accelerate launch asks for an accelerator", ("--multi_gpu", "--num_processes", 2)
+    )
     for name in ("gpu.yaml", "ddp.yaml", "fsdp1.yaml", "fsdp2.yaml", "fsdp2_offload.yaml"):
         REFUSED[name] = Refused(name, NO_GPU.format(name))
 
@@ -73,7 +76,7 @@ def refusals(
 
     def start(case: Refused) -> tuple[Path, subprocess.CompletedProcess[str]]:
         folder = tmp_path_factory.mktemp("refused")
-        config = str(case.config)
+        config: str | None = str(case.config) or None
         if isinstance(case.config, dict):
             shipped = yaml.safe_load((ROOT / "accelerate_configs/cpu_ddp.yaml").read_text())
             config = str(folder / "launch.yaml")

@@ -447,6 +447,7 @@ def killed_rank(bench: Bench, number: int) -> None:
         "at stage ",
         "SIGKILL",
         f"rank_{victim:05d}.log",
+        "`-m accel_ft.doctor`",
     ):
         check(part in said, f"{part!r} is not in {said}")
     shutil.rmtree(job.run)
@@ -556,6 +557,7 @@ def hostile(bench: Bench, tries: int) -> Iterator[Callable[[], None]]:
         "tokenizer_config.json",
         "kernel",
         "index",
+        "adapter_config.json",
     ):
         yield lambda name=name: _hostile_model(bench, name, marker)
 
@@ -624,6 +626,11 @@ def _hostile_model(bench: Bench, name: str, marker: Path) -> None:
         (model / "model.safetensors").rename(model.parent / "outside.safetensors")
         index = {"metadata": {}, "weight_map": {"x": "../outside.safetensors"}}
         (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif name == "adapter_config.json":  # peft imports the module that it names
+        adapters = {"peft_type": "LORA", "r": 1, "target_modules": ["query"]}
+        adapters |= {"megatron_config": {"x": 1}, "megatron_core": "this", "task_type": "SEQ_CLS"}
+        (model / name).write_text(json.dumps(adapters))
+        shutil.copy(model / "model.safetensors", model / "adapter_model.safetensors")
     else:
         file = model / ("config.json" if name == "kernel" else name)
         values = json.loads(file.read_text())

@@ -197,6 +197,25 @@ def test_no_arguments_without_the_hub_names_the_quickstart() -> None:
     assert "-m accel_ft.train --config examples/quickstart.yaml" in done.stderr
 
 
+def test_predict_that_is_ended_leaves_no_half_file(words: list[str], tmp_path: Path) -> None:
+    train.main([*words, "--max_steps", "1"])
+    command = [sys.executable, "-m", "accel_ft.predict", "--checkpoint", tmp_path / "run"]
+    tmp_path = tmp_path / "out"
+    tmp_path.mkdir()
+    command += ["--input", "-", "--input_format", "lines", "--output", tmp_path / "out.jsonl"]
+    process = subprocess.Popen(list(map(str, command)), stdin=subprocess.PIPE, cwd=ROOT)
+    process.stdin.write(b"a goal\n")
+    process.stdin.flush()
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert list(tmp_path.iterdir())
+    process.terminate()
+    assert process.wait(timeout=30) == 143
+    process.stdin.close()
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.quickstart
 def test_quickstart(tmp_path: Path) -> None:
     """The real encoder on the shipped sample, then the example on what it left."""

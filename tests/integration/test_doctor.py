@@ -1,6 +1,8 @@
 """The doctor on accel_ft's own jobs: no false alarm on a healthy one, and the fault named on a broken one."""
 
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,12 @@ from conftest import job_words
 from accel_ft import doctor, train
 from accel_ft.checkpoint import convert
 from accel_ft.data import loader
-from accel_ft.diagnosis import machine
+from accel_ft.diagnosis import job, machine
+from accel_ft.diagnosis.finding import Finding, passed
 from accel_ft.diagnosis.strides import CHECK
 from accel_ft.engine import build, loop
 from accel_ft.engine.run import Run
-from accel_ft.errors import LaunchError
+from accel_ft.errors import LaunchError, Preempted
 
 
 def examined(tmp_path: Path, *words: object) -> tuple[int, dict[str, dict[str, str]]]:
@@ -51,6 +54,32 @@ def test_healthy(
     )
     assert "4 updates of 2 micro-batches" in found["accumulation"]["measured"]
     assert CHECK in capsys.readouterr().out
+
+
+def test_one_that_ends_early_does_not_read_as_all_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed, stopped or left by another rank: there is no last word, so it stands there from the start."""
+
+    def examine(_: object) -> Iterator[Finding]:
+        yield passed("versions", "all alike")
+        raise Preempted("SIGTERM: stopped after update 1 of 4, which is saved. Go on: ...")
+
+    monkeypatch.setattr("accel_ft.diagnosis.job.examine", examine)
+    file = tmp_path / "found.json"
+    with pytest.raises(Preempted, match="^the examination was stopped before its end$"):
+        doctor.main(["--json", str(file), "--output_dir", str(tmp_path / "run")])
+    last = json.loads(file.read_text())[-1]
+    assert (last["check"], last["verdict"]) == ("examination", "FAIL")
+
+
+def test_what_a_killed_examination_left_goes(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for name in ("old", "living"):
+        (runs / f".doctor-{name}/ranks").mkdir(parents=True)
+    os.utime(runs / ".doctor-old/ranks", (0, 0))
+    job._remove_forgotten(runs)
+    assert [path.name for path in runs.iterdir()] == [".doctor-living"]
 
 
 def test_a_job_of_its_own(tmp_path: Path) -> None:

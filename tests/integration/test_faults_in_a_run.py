@@ -108,6 +108,34 @@ def test_rollback_passes_over_the_batch(
     assert all(torch.isfinite(value).all() for value in weights(run, 12).values())
 
 
+@pytest.mark.parametrize(("killed_at", "sick_again"), [(4, {2 * (SICK_STEP - 4)}), (9, set())])
+def test_a_rollback_is_told_once(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    killed_at: int,
+    sick_again: set[int],
+) -> None:
+    """Killed before a checkpoint tells of it, it comes again; killed later, it does not."""
+    words = [*words, "--on_nonfinite", "rollback", "--save_steps", "4"]
+    after = Run.after_update
+
+    def kill(run: Run) -> None:
+        if run.step == killed_at and run.passed_over:
+            raise RuntimeError("killed")
+        after(run)
+
+    with monkeypatch.context() as patch:
+        make_sick(patch, {2 * SICK_STEP})
+        patch.setattr(Run, "after_update", kill)
+        with pytest.raises(RuntimeError, match="killed"):
+            train.main(words)
+    assert len(nonfinite(tmp_path / "run")) == 1
+    make_sick(monkeypatch, sick_again)
+    train.main([*words, *LATEST])
+    assert [event["update"] for event in nonfinite(tmp_path / "run")] == [SICK_STEP + 1]
+
+
 def test_rollback_before_the_first_save_of_its_own(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

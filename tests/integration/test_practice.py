@@ -295,7 +295,9 @@ def test_a_resume_that_trains_nothing_says_so(
 # From Python
 
 
-def test_fit_and_load_classifier(tmp_path: Path, tiny_model: Path, rows_file: Path) -> None:
+def test_fit_and_load_classifier(
+    tmp_path: Path, tiny_model: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from accel_ft import fit, load_classifier
 
     model = fit(
@@ -314,6 +316,18 @@ def test_fit_and_load_classifier(tmp_path: Path, tiny_model: Path, rows_file: Pa
         ConfigError, match="learning_rat: unknown key. Did you mean `learning_rate`"
     ):
         fit(learning_rat=1)
+    refused = []
+
+    def second(*_: object) -> None:
+        with pytest.raises(ConfigError, match="trained in this process already"):
+            fit(**job)
+        refused.append(True)
+
+    job = {"output_dir": tmp_path / "two", "train_file": rows_file}
+    with monkeypatch.context() as patch:
+        patch.setattr("accel_ft.train.fit", second)
+        fit(**job)
+    assert refused == [True]
 
 
 @pytest.mark.parametrize("extra", ["lora", "onnx", "report", "search", "trackio"])

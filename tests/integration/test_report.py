@@ -13,7 +13,7 @@ from conftest import LATEST, cut_off, events_of, run, stopped_at, write_rows
 from safetensors.torch import load_file, save_file
 
 from accel_ft import train
-from accel_ft.errors import ConfigError
+from accel_ft.errors import ConfigError, UserError
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -208,7 +208,7 @@ def test_a_run_is_reproduced(
     more = ["--config", str(third / "config.yaml"), *LATEST, "--num_train_epochs", "3"]
     train.main([*more, "--report_to", "none"])
     assert not (third / "report.html").exists()
-    with pytest.raises(UserError, match=r"updates planned, over all starts: \[12, 18\] \| \[18\]"):
+    with pytest.raises(UserError, match=r"num_steps, over all starts: \[12, 18\] \| \[18\]"):
         train.main(["--reproduce", str(third)])
 
 
@@ -294,6 +294,26 @@ def test_the_receipt_and_what_differs_in_it(
     assert one.receipt["machine"]["device"]
     assert one.receipt["machine"]["threads"] == 1
     assert len(one.receipt["pretrained"]["model.safetensors"]) == 64
+
+
+def test_what_was_another_at_an_earlier_start(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Receipt and settings are those of the last start; the curve is of all of them."""
+    from accel_ft.runtime import receipt
+
+    words += ["--learning_rate", "2e-3"]
+    with monkeypatch.context() as patch:
+        patch.setattr(receipt, "_version", lambda package: f"9.9 of {package}")
+        with pytest.raises(RuntimeError):
+            stopped_at(3, [*words, "--learning_rate", "1e-3"])
+    train.main([*words, *LATEST, "--allow_changed", "learning_rate"])
+    with pytest.raises(UserError) as caught:
+        train.main(["--reproduce", str(tmp_path / "run")])
+    told = str(caught.value)
+    assert "identity.learning_rate, over all starts: [0.001, 0.002] | [0.002]" in told
+    assert "versions.torch, over all starts: ['9.9 of torch', " in told
+    assert "time" not in told
 
 
 def test_card_and_report_of_a_run_killed_before_them(words: list[str], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from accel_ft import evaluate, predict, train
 from accel_ft.config import TrainConfig
+from accel_ft.engine import start
 from accel_ft.engine.build import build
 from accel_ft.errors import CheckpointError, ConfigError, DataError, UserError
 from accel_ft.runtime.watch import Watch
@@ -174,6 +176,112 @@ def test_a_finished_run_does_nothing(finished: Path, capsys: pytest.CaptureFixtu
     captured = capsys.readouterr()
     assert "is finished: nothing to do" in captured.err
     assert f"model: {finished / 'model'}" in captured.out
+
+
+def test_a_finished_run_is_measured_on_other_rows(
+    finished: Path, tmp_path: Path, rows_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it prints of test rows is never of those it was given before."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    words = ["--config", str(run / "config.yaml"), "--output_dir", str(run)]
+    train.main([*words, "--test_file", str(rows_file), *LATEST])
+    told = capsys.readouterr()
+    assert "its end is made anew: other test\n" in told.err
+    events = events_of(run)
+    assert [e["event"] for e in events].count("test") == 1
+    train_rows = evaluate_scores(run, rows_file)
+    assert events[-2]["test_loss"] == pytest.approx(train_rows["loss"])
+    assert f"test rows: {train_rows['accuracy']:.4f}" in told.out
+    assert end_of(run) == (12, 12)
+    assert load_file(run / "model/model.safetensors").keys()
+    train.main([*words, "--test_file", str(rows_file), *LATEST])
+    assert "is finished: nothing to do" in capsys.readouterr().err
+
+
+def evaluate_scores(run: Path, rows_file: Path) -> dict[str, float]:
+    scores = run.parent / "scores.json"
+    evaluate.main(
+        ["--checkpoint", str(run), "--test_file", str(rows_file), "--output", str(scores)]
+    )
+    found: dict[str, float] = json.loads(scores.read_text())
+    return found
+
+
+def test_a_kill_while_the_end_is_made_anew(
+    finished: Path, tmp_path: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is no finished one from then on; else its model would never come again."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(run), *LATEST]
+    words += ["--test_file", str(rows_file)]
+    with monkeypatch.context() as patch:
+        patch.setattr(start.transaction, "remove", killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            train.main(words)
+    train.main(words)
+    assert end_of(run) == (12, 12)
+    assert (run / "model/model.safetensors").is_file()
+
+
+def killed(folder: Path) -> None:
+    shutil.rmtree(folder)
+    raise RuntimeError("killed")
+
+
+@pytest.mark.parametrize(
+    ("more", "before", "words"),
+    [
+        (["--layerwise_lr_decay", "0.5"], [], "stand in 2 groups, this job's in 8"),
+        (["--lora_r", "2"], ["--lora_r", "4"], "lora_r: 4 .*of other parameters: it cannot be"),
+    ],
+)
+def test_other_parameters_cannot_be_allowed(
+    finished: Path, tmp_path: Path, more: list[str], before: list[str], words: str
+) -> None:
+    job = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run")]
+    train.main([*job, *before, "--max_steps", "1"])
+    allowed = ["--allow_changed", "layerwise_lr_decay,lora_r"]
+    with pytest.raises(CheckpointError, match=words):
+        train.main([*job, *more, "--max_steps", "2", *LATEST, *allowed])
+
+
+def test_validation_rows_that_were_trained_on_are_told(
+    finished: Path, tmp_path: Path, rows_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a file that has grown, other rows are cut off."""
+    rows, run = tmp_path / "rows.csv", tmp_path / "run"
+    shutil.copy(rows_file, rows)
+    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(run)]
+    words += ["--validation_file", "none", "--train_file", str(rows)]
+    train.main([*words, "--max_steps", "2", "--max_train_samples", "30"])
+    train.main([*words, "--max_steps", "3", *LATEST, "--allow_changed", "train_data"])
+    assert "trained on" not in capsys.readouterr().err  # more of the same rows
+    with rows.open("a") as file:
+        file.write("one row more,World\n")
+    train.main([*words, "--max_steps", "4", *LATEST, "--allow_changed", "train_data"])
+    assert "some may have been trained on" in capsys.readouterr().err
+
+
+def test_another_split_into_micro_batches_is_told(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run")]
+    train.main([*words, "--max_steps", "2"])
+    train.main([*words, "--max_steps", "3", *LATEST])
+    assert "micro-batches" not in capsys.readouterr().err
+    train.main([*words, "--max_steps", "4", "--per_device_train_batch_size", "8", *LATEST])
+    assert "was 2 micro-batches on each rank, now it is 1" in capsys.readouterr().err
+
+
+def test_rows_whose_file_name_is_no_utf_8(finished: Path, rows_file: Path, tmp_path: Path) -> None:
+    rows = tmp_path / os.fsdecode(b"caf\xe9.csv")
+    shutil.copy(rows_file, rows)
+    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run")]
+    train.main([*words, "--train_file", str(rows), "--max_steps", "1", "--report_to", "html"])
+    assert "udce9.csv" in (tmp_path / "run/model/README.md").read_text()
+    assert (tmp_path / "run/report.html").is_file()
 
 
 def test_a_finished_run_whose_model_was_moved(

@@ -287,6 +287,37 @@ def test_a_trial_ends_when_its_rank_has(
     assert list(tmp_path.glob("search/trial_*/saved"))
 
 
+def test_a_trial_that_a_killed_search_left(
+    search_of_stand_ins, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It holds its folder and ends well: waited for, and counted, whatever its launcher's end was."""
+    space = "learning_rate: [0.9]\n"
+    search_of_stand_ins(space, "--num_trials", "1")
+    (folder,) = tmp_path.glob("search/trial_*")
+    for path in tmp_path.glob("search/study.db*"):
+        path.unlink()
+    (folder / "ranks").mkdir()
+    lock = FileLock(folder / "ranks/lock", thread_local=False)
+    lock.acquire()
+    (folder / "metrics.jsonl").unlink()  # which a stand-in makes at its start
+    begun = []
+    Timer(2.0, lambda: (begun.append((folder / "metrics.jsonl").exists()), lock.release())).start()
+    study = search_of_stand_ins(space, "--num_trials", "1")
+    assert begun == [False]
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE"]
+
+
+def test_an_end_counts_whatever_its_process_returned(tmp_path: Path) -> None:
+    optuna = pytest.importorskip("optuna")
+    study = optuna.create_study()
+    process = subprocess.Popen(["false"])
+    process.wait()
+    (tmp_path / "metrics.jsonl").write_text('{"event": "end", "step": 8, "eval_accuracy": 0.5}\n')
+    run = search._Run(study.ask(), tmp_path, {}, process)
+    assert search._tell(study, run, TrainConfig())
+    assert study.trials[0].value == 0.5
+
+
 def test_a_space_that_cannot_be(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     from accel_ft import search

@@ -43,6 +43,71 @@ def test_early_stopping_goes_on_after_a_resume(words: list[str], tmp_path: Path)
     assert run_hash(tmp_path / "run") == whole
 
 
+def test_patience_counts_from_where_it_is_asked_for(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Evaluations made before do not end a run the moment it is asked to go on; its last updates are logged."""
+    words += ["--learning_rate", "1e-30", "--eval_steps", "1"]
+    with pytest.raises(RuntimeError, match="stopped"):
+        stopped_at(4, words)
+    words += ["--early_stopping_patience", "2", "--early_stopping_threshold", "0.01"]
+    train.main([*words, "--logging_steps", "50", *LATEST])
+    events = events_of(tmp_path / "run")
+    assert (events[-1]["step"], events[-1]["num_worse"]) == (6, 2)
+    assert [e["step"] for e in events if e["event"] == "train"] == [1, 2, 3, 4, 5, 6]
+    assert (
+        "stopped early: 2 evaluations in a row were not better by 0.01" in capsys.readouterr().err
+    )
+
+
+def test_another_metric_goes_on_where_the_last_one_stopped(
+    words: list[str], tmp_path: Path
+) -> None:
+    words += ["--eval_steps", "1", "--early_stopping_patience", "1"]
+    words += ["--early_stopping_threshold", "100"]
+    train.main([*words, "--metric_for_best_model", "accuracy"])
+    train.main([*words, "--metric_for_best_model", "loss", *LATEST])
+    assert [e["step"] for e in events_of(tmp_path / "run") if e["event"] == "eval"] == [1, 2, 3, 4]
+
+
+def test_a_finished_choice_is_measured_on_other_rows_and_not_made_anew(
+    words: list[str], tmp_path: Path, rows_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The best model stays, as does where a run stopped; another metric has nothing left to choose from."""
+    words += ["--eval_steps", "1", "--load_best_model_at_end", "--learning_rate", "1e-2"]
+    words += ["--early_stopping_patience", "3", "--metric_for_best_model", "accuracy"]
+    train.main(words)
+    run, end = tmp_path / "run", events_of(tmp_path / "run")[-1]
+    assert end["model_step"] < end["step"] < 12
+    model = (run / "model/model.safetensors").read_bytes()
+    capsys.readouterr()
+    train.main([*words, "--validation_file", str(rows_file), *LATEST])
+    assert "its end is made anew: other validation" in capsys.readouterr().err
+    again = events_of(run)[-1]
+    assert (again["step"], again["model_step"]) == (end["step"], end["model_step"])
+    assert again["eval_loss"] != end["eval_loss"]
+    assert (run / "model/model.safetensors").read_bytes() == model
+    words += ["--validation_file", str(rows_file), "--max_steps", str(end["step"])]
+    train.main([*words, "--metric_for_best_model", "loss", *LATEST])
+    told = capsys.readouterr().err
+    assert "was chosen by accuracy; no update is left to choose one by loss" in told
+    assert "nothing to do" in told
+
+
+def test_a_key_that_changes_nothing_leaves_a_finished_run_alone(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train.main(words)
+    (tmp_path / "run/model/notes.txt").touch()
+    (tmp_path / "run/config.yaml").unlink()
+    train.main([*words, "--metric_for_best_model", "f1_macro", *LATEST])
+    assert "nothing to do" in capsys.readouterr().err
+    assert (tmp_path / "run/model/notes.txt").is_file()
+    train.main([*words, "--load_best_model_at_end", *LATEST])
+    assert "its end is made anew: other model" in capsys.readouterr().err
+    assert not (tmp_path / "run/model/notes.txt").is_file()
+
+
 def test_greater_is_better_turns_the_choice_round(words: list[str], tmp_path: Path) -> None:
     words += ["--load_best_model_at_end", "--eval_steps", "1", "--metric_for_best_model", "loss"]
     train.main([*words, "--greater_is_better", "true"])

@@ -217,14 +217,18 @@ def test_a_row_of_zeros_and_ones(tmp_path: Path, tiny_model: Path) -> None:
         train.main([*words, "--problem_type", "multi_label_classification"])
 
 
-def test_thresholds_of_another_job(tmp_path: Path, tiny_model: Path) -> None:
+def test_thresholds_of_another_job(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A classifier of other labels is trained on: its thresholds are not those of the new ones."""
     from accel_ft.checkpoint.open import open_classifier
 
     rows = several(tmp_path / "train.jsonl", 40, 0)
-    words = job(tiny_model, rows, rows, tmp_path / "run", "--max_steps", "1")
+    poor = several(tmp_path / "poor.jsonl", 1, 0)  # a row without a label
+    words = job(tiny_model, rows, poor, tmp_path / "run", "--max_steps", "1")
     words += ["--problem_type", "multi_label_classification"]
     train.main(words)
+    assert "the 1 validation rows hold 0 of the 4 labels" in capsys.readouterr().err
     model = tmp_path / "run/model"
     assert open_classifier(str(model), torch.device("cpu")).thresholds is not None
     more = ["--model_name_or_path", str(model), "--output_dir", str(tmp_path / "on")]

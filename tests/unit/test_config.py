@@ -173,7 +173,8 @@ def test_paths_of_the_home_folder_and_of_nowhere(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert train_config("--output_dir=~/run").output_dir == tmp_path / "run"
-    assert "output_dir=: Value error, is empty" in fault("--output_dir", "")
+    for key in ("output_dir", "dataset_name", "model_name_or_path"):  # an unset variable
+        assert f"{key}=: Value error, is empty" in fault(f"--{key}", "")
     config = parse(PredictConfig, ["--checkpoint", "~/x", "--text", "~/x"], "predict")
     assert (config.checkpoint, config.text) == (str(tmp_path / "x"), "~/x")
     (tmp_path / "x.yaml").write_text("")

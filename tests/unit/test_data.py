@@ -160,6 +160,46 @@ def test_damaged_store_is_made_again(
     assert store_of(rows_file, tokenizer).tokens(46).tolist()[-1] == 3
 
 
+def test_a_store_that_another_process_makes_meanwhile_is_not_thrown_away(
+    rows_file: Path, tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Published between the look for it and what follows from there being none."""
+    source, config = file_source(rows_file), DataConfig(max_seq_length=16)
+    inode = []
+
+    def open_first(folder: Path, name: str) -> TokenStore:
+        if inode:
+            return TokenStore(folder, name)
+        inode.append(0)  # the other process's opening
+        try:
+            return TokenStore(folder, name)
+        except OSError:
+            made = tokenize_module._make_store(folder, source, config, tokenizer)
+            inode[0] = made.folder.stat().st_ino
+            raise
+
+    monkeypatch.setattr(tokenize_module, "TokenStore", open_first)
+    store = tokenize(source, config, tokenizer)
+    assert store.folder.stat().st_ino == inode[0]
+    assert "damaged" not in caplog.text
+
+
+def test_a_regressions_numbers_stand_in_the_rows_alone(tmp_path: Path, tokenizer) -> None:
+    """As many different ones as rows would fill meta.json, which each process reads."""
+    rows = tmp_path / "rows.csv"
+    values = [number / 7 for number in range(300)]
+    rows.write_text("text,label\n" + "".join(f"a b,{value}\n" for value in values))
+    splits = splits_of(tokenizer, "--train_file", str(rows), "--problem_type", "regression")
+    folder = splits.train.store.folder
+    assert folder.name == f"{splits.train.store.fingerprint}.numbers"  # the layout is no row's
+    assert (folder / "meta.json").stat().st_size < 500
+    train, validation = splits.train, splits.validation
+    places = [np.arange(len(split), dtype=np.int64) for split in (train, validation)]
+    found = np.concatenate([train.labels(places[0]), validation.labels(places[1])])
+    assert found.dtype == np.float32
+    assert sorted(found) == sorted(np.array(values, np.float32))
+
+
 @pytest.mark.parametrize("left", ["a list", "a file"])
 def test_what_is_no_store_is_made_one(rows_file: Path, tokenizer, left: str) -> None:
     folder = store_of(rows_file, tokenizer).folder
@@ -390,8 +430,10 @@ def test_padding_and_filling(rows_file: Path, tokenizer) -> None:
     assert (batch["weights"].tolist(), batch["places"].tolist()) == ([1, 1], [3, 9])
     filler = collate(split, np.array([], np.int64), Padding(tokenizer, 64, CPU))
     assert (filler["weights"].tolist(), filler["places"].tolist()) == ([0], [-1])
-    (length,) = split.lengths(np.array([0])).tolist()
-    assert filler["attention_mask"].sum() == length  # an all-masked row could turn into NaN
+    # No row's text, whose loss might be no number, nor an all-masked one, that could become one.
+    assert filler["input_ids"].tolist() == [tokenizer("")["input_ids"]]
+    assert filler["attention_mask"].tolist() == [[1, 1]]
+    assert filler["labels"].tolist() == [0]
 
 
 def test_widths(tokenizer) -> None:

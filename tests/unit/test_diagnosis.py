@@ -797,6 +797,21 @@ def test_a_post_mortem_reads_codes_and_other_jobs(tmp_path: Path) -> None:
     caught(postmortem.post_mortem(tmp_path, 2), "rank 0 at stage model")  # cut off by a full disk
 
 
+def test_a_crash_is_told_of_the_thread_that_crashed(tmp_path: Path) -> None:
+    other = (
+        'Thread 0x2 [loader] (most recent call first):\n  File "rows.py", line 7 in prefetch\n\n'
+    )
+    crashed = (
+        'Current thread 0x1 (most recent call first):\n  File "train.py", line 8 in forward\n\n'
+    )
+    for words in (other + crashed, crashed + other):
+        (tmp_path / "rank_00000.log").write_text(
+            f"{postmortem.STAGE}5.0 step 1\nFatal Python error: Segmentation fault\n\n{words}"
+            "Extension modules: numpy\n"
+        )
+        caught(postmortem.post_mortem(tmp_path, 1, {0: -11}), 'at File "train.py", line 8 in forw')
+
+
 def test_a_hang_that_ends_others(tmp_path: Path) -> None:
     """One rank's limit ends it; the other only feels that, or is ended by the launcher."""
     for rank, words in ((0, "Timeout (0:01:00)!\nThread 0x1 (most recent call first):\n  File \"train.py\", line 7 in step"),

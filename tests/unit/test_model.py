@@ -1,5 +1,6 @@
 import hashlib
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 
 from accel_ft.errors import CheckpointError, ConfigError
 from accel_ft.model.load import (
@@ -20,6 +22,7 @@ from accel_ft.model.load import (
     position_limit,
     resolve,
 )
+from accel_ft.runtime.hub import hub_reachable
 
 
 @pytest.fixture
@@ -70,6 +73,7 @@ def test_weights_are_compared_with_the_hash_of_the_installation(package: Path) -
         ("package://os.path/x", "not installed"),
         ("./no/such/folder", "no such folder"),
         ("/no/such", "no such folder"),
+        (__file__, "is a file. Fix: its folder"),
     ],
 )
 def test_names_that_lead_nowhere(package: Path, name: str, words: str) -> None:
@@ -77,9 +81,32 @@ def test_names_that_lead_nowhere(package: Path, name: str, words: str) -> None:
         resolve(name)
 
 
-def test_the_hub_out_of_reach() -> None:
+def test_the_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its libraries ask nothing while it is away, and are left as they were."""
+    offline = []
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(
+        "transformers.AutoTokenizer.from_pretrained",
+        lambda *_, **__: offline.append(constants.HF_HUB_OFFLINE) or (_ for _ in ()).throw(OSError),
+    )
+    hub_reachable.cache_clear()
     with pytest.raises(ConfigError, match="the Hub cannot be reached(.|\n)*quickstart"):
         load_tokenizer("distilbert/no-such-model")
+    assert (offline, constants.HF_HUB_OFFLINE) == ([True], False)
+    hub_reachable.cache_clear()
+
+
+def test_a_folder_of_adapters(tiny_model: Path, tmp_path: Path) -> None:
+    """transformers would load them with all that their configuration says: any module to import, too."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    (model / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    config = load_model_config(str(model))
+    with pytest.raises(ConfigError, match=r"holds adapters .* Fix: one with these merged"):
+        load_for_training(str(model), config, None)
+    with pytest.raises(ConfigError, match="checkpoint=.*holds adapters"):
+        load_for_inference(str(model), config)
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
@@ -285,6 +312,9 @@ def test_a_card_names_the_hub_only_for_what_is_there(
     assert "config: mnli" in card
     assert "split: validation_matched" in card
     assert "on the validation rows" in card
+    cut_off = model_card(["no", "yes"], {"dataset_name": "me/a"}, {"accuracy": 0.5}, "validation")
+    assert "type: me/a" in cut_off
+    assert "split:" not in cut_off  # nobody could look it up
     assert 'model=".", truncation=True)' in card
     many = {"problem_type": "multi_label_classification"}
     tuned = "on the validation rows, on which the thresholds are tuned"

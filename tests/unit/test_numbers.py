@@ -3,6 +3,7 @@
 import math
 import pickle
 from itertools import pairwise
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from accel_ft.config import TrainConfig
 from accel_ft.engine.build import _resolve_batch
 from accel_ft.engine.step import weighted_loss
+from accel_ft.errors import ConfigError
 from accel_ft.metrics import (
     Classification,
     confusion_matrix,
@@ -174,3 +176,25 @@ def test_schedule_counts_updates(warmup: float, peak_at: int) -> None:
     assert rates[peak_at] == max(rates) == 1.0
     assert rates[0] == rates[10] == 0.0
     assert rates[peak_at + 1] == pytest.approx(1 - 1 / (10 - peak_at))
+
+
+@pytest.mark.parametrize("name", get_args(TrainConfig.model_fields["lr_scheduler_type"].annotation))
+def test_a_run_that_is_all_warm_up(name: str) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = make_scheduler(
+        TrainConfig(warmup_steps=3, lr_scheduler_type=name), optimizer, num_steps=3
+    )
+    rates = []
+    for _ in range(3):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert rates == ([1.0] * 3 if name == "constant" else pytest.approx([0, 1 / 3, 2 / 3]))
+
+
+def test_a_rate_below_that_which_polynomial_ends_at() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-8)
+    with pytest.raises(
+        ConfigError, match="lr_scheduler_type=polynomial: learning_rate=1e-08: lr_e"
+    ):
+        make_scheduler(TrainConfig(lr_scheduler_type="polynomial"), optimizer, 10)
