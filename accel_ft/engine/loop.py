@@ -5,6 +5,7 @@ from itertools import islice
 
 from accel_ft.data.loader import Batch
 from accel_ft.engine.clip import clip
+from accel_ft.engine.end import finish
 from accel_ft.engine.nonfinite import all_finite, may_skip, passes_over
 from accel_ft.engine.run import Run
 from accel_ft.engine.step import forward, weighted_loss
@@ -17,7 +18,7 @@ def train(run: Run) -> None:
     run.model.train()
     while not run.is_over:
         micro_batches = update(run, micro_batches)
-    run.finish()
+    finish(run)
 
 
 def update(run: Run, micro_batches: Iterator[Batch]) -> Iterator[Batch]:

@@ -19,16 +19,15 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import nn
 
-from accel_ft.checkpoint import convert, state, transaction
+from accel_ft.checkpoint import state, transaction
 from accel_ft.config import TrainConfig
 from accel_ft.data.loader import Batch, Batches, make_loader
 from accel_ft.data.plan import Plan
 from accel_ft.data.splits import Split, Splits
-from accel_ft.engine.evaluation import evaluate, predict_split, write_predictions
-from accel_ft.errors import CheckpointError, Preempted, UserError
+from accel_ft.engine.evaluation import evaluate
+from accel_ft.errors import CheckpointError, Preempted
 from accel_ft.model import adapters
 from accel_ft.runtime.logging import EventLog, progress_bar
-from accel_ft.runtime.memory import peak_memory
 from accel_ft.runtime.profile import SKIPPED, make_profiler
 from accel_ft.runtime.trackers import Trackers
 from accel_ft.runtime.watch import Watch
@@ -248,9 +247,9 @@ class Run:
         if self.best is None:
             return
         metric, config, is_whole = self.best["metric"], self.config, self.step >= self.num_steps
-        is_needed = self._protected_step not in (None, self.step)  # or it was just loaded
+        is_needed = self.protected_step not in (None, self.step)  # or it was just loaded
         what = ""
-        if is_needed and not state.is_sound(self.watch, self._best_folder()):
+        if is_needed and not state.is_sound(self.watch, self.best_folder()):
             what = "whose checkpoint is gone or damaged"
         elif metric != config.best_metric and not is_whole:
             what = f"of {metric}"
@@ -327,7 +326,7 @@ class Run:
             "Go on: the same command with --resume_from_checkpoint latest"
         )
 
-    def _check_stop(self) -> None:
+    def check_stop(self) -> None:
         """End an evaluation where a signal came; all ranks do before the same batch. Collective."""
         (self.stop_signal,) = self.watch.agree(self.watch.stop_signal)
         if self.stop_signal:
@@ -360,7 +359,7 @@ class Run:
     def evaluate(self) -> bool:
         """Write an eval event; return whether it is to be kept as the best one. Collective."""
         self.watch.stage("eval", can_save=True)
-        scores = self._measure("eval", self.validation_loader, self.splits.validation)
+        scores = self.measure("eval", self.validation_loader, self.splits.validation)
         self.eval_is_due = False
         metric, ahead = self.config.best_metric, math.inf
         value = self.watch.tell(self.config.best_value(scores))[0]  # to the last bit on all ranks
@@ -376,7 +375,7 @@ class Run:
             self.best = {"step": self.step, "metric": metric, "value": value}
         return ahead > 0 and self.config.load_best_model_at_end
 
-    def _measure(self, name: str, loader: Any, split: Split, **about: int) -> dict[str, Any]:
+    def measure(self, name: str, loader: Any, split: Split, **about: int) -> dict[str, Any]:
         """Evaluate a split, write it as event `name`, keep the time out of the training speed.
 
         Args:
@@ -385,7 +384,7 @@ class Run:
         started = time.monotonic()
         names = self.splits.label_names
         scores, self.logits = evaluate(
-            self.accelerator, self.model, loader, split, names, self._check_stop, self.thresholds
+            self.accelerator, self.model, loader, split, names, self.check_stop, self.thresholds
         )
         self.logits_step = self.step
         seconds = time.monotonic() - started
@@ -427,14 +426,14 @@ class Run:
             "loss_sums": self.watch.tell(self.loss_sum),
         }
         final = transaction.checkpoint_folder(self.checkpoints, self.step)
-        model = self._plain_model()
+        model = self.plain_model()
         parts = (model.config, self.tokenizer, adapters.peft_config(model))
         state.save(
             self.accelerator, self.watch, final, trainer_state, [p for p in parts if p is not None]
         )
         self.saved, self.saved_step = final, self.step
         if self.accelerator.is_main_process:
-            self.publication = self.publisher.submit(self._publish, final, self._protected_step)
+            self.publication = self.publisher.submit(self._publish, final, self.protected_step)
         seconds = time.monotonic() - started
         self.events.write("save", step=self.step, seconds=round(seconds, 3))
         self.timed_since += seconds
@@ -448,7 +447,8 @@ class Run:
             )  # fmt: skip
 
     @property
-    def _protected_step(self) -> int | None:
+    def protected_step(self) -> int | None:
+        """Update of the best checkpoint, where that is to be kept."""
         keeps_best = self.config.load_best_model_at_end and self.best is not None
         return self.best["step"] if keeps_best and self.best else None
 
@@ -456,99 +456,11 @@ class Run:
         transaction.publish(final)
         transaction.prune(self.checkpoints, self.config.save_total_limit, protected)
 
-    def finish(self) -> None:
-        """Leave the final (or best) model, and measure it on the test rows. Collective."""
-        self.settle()
-        self.close()
-        if self.step < self.num_steps:
-            best = f"{self.best['metric']} {self.best['value']:.4f}" if self.best else "none"
-            logger.info(
-                "stopped early: %d evaluations in a row were not better by %g; the best is %s",
-                self.num_worse, self.config.early_stopping_threshold, best,
-            )  # fmt: skip
-        model_step, best_step = self.step, self._protected_step
-        if best_step is not None:
-            if state.is_sound(self.watch, self._best_folder()):
-                convert.load_any(self.accelerator, self._best_folder())
-                model_step = best_step
-            logger.info("the model is that of update %d", model_step)
-        from accel_ft.metrics import best_thresholds, score
-
-        logits, names = self._predict_validation(model_step), self.splits.label_names
-        labels = self.splits.validation.labels(np.arange(len(logits), dtype=np.int64))
-        if not np.isfinite(logits).all():
-            keeps = self.config.load_best_model_at_end
-            raise UserError(
-                f"the model of update {model_step} returns no numbers (NaN or infinite logits); "
-                "no model/ is written. Fix: a lower learning_rate, more warmup_steps, or "
-                + ("fewer eval_steps" if keeps else "load_best_model_at_end")
-            )
-        if self.config.problem_type == "multi_label_classification":
-            self.thresholds = best_thresholds(logits, labels)
-            self._plain_model().config.thresholds = self.thresholds.tolist()
-        scores = score(logits, labels, names, self.thresholds)
-        self.watch.stage("save", can_save=True)
-        self._export(self.output_dir / "model")
-        self._leave_predictions(logits, model_step)
-        self.events.write(
-            "end",
-            step=self.step,
-            model_step=model_step,
-            num_worse=self.num_worse,
-            **{f"eval_{key}": value for key, value in scores.items()},
-            peak_memory=max(self.watch.tell(peak_memory(self.accelerator.device))),
-        )
-
-    def _predict_validation(self, model_step: int) -> NDArray[np.float32]:
-        """Return the final model's logits of the validation rows, [n, C]. Collective."""
-        if self.logits is not None and self.logits_step == model_step:
-            return self.logits
-        self.watch.stage("eval", can_save=True)
-        num_samples, loader = len(self.splits.validation), self.validation_loader
-        return predict_split(self.accelerator, self.model, loader, num_samples, self._check_stop)
-
-    def _leave_predictions(self, logits: NDArray[np.float32], model_step: int) -> None:
-        """Measure the final model on the test rows, and write down its predictions of these; where
-        there are none, those of the validation rows. Collective.
-        """
-        name, split = "validation", self.splits.validation
-        if self.test_loader is not None and self.splits.test is not None:
-            name, split = "test", self.splits.test
-            self.watch.stage("eval", can_save=True)
-            self._measure("test", self.test_loader, split, model_step=model_step)
-            assert self.logits is not None
-            logits = self.logits
-        with state.together(self.watch, self.output_dir / "predictions"):
-            if self.accelerator.is_main_process:
-                sources = self.splits.sources
-                write_predictions(
-                    self.output_dir,
-                    logits,
-                    split,
-                    sources.get(name) or sources["train"],  # that it was cut off
-                    self.config,
-                    self.splits.label_names,
-                    self.thresholds,
-                )
-
-    def _best_folder(self) -> Path:
+    def best_folder(self) -> Path:
+        """The best evaluation's checkpoint."""
         assert self.best is not None
         return transaction.checkpoint_folder(self.checkpoints, self.best["step"])
 
-    def _plain_model(self) -> Any:
+    def plain_model(self) -> Any:
         """The model without what DDP and compile put around it."""
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-
-    def _export(self, final: Path) -> None:
-        """Write the model as a Hugging Face folder, whole or not at all. Collective."""
-        weights = self.accelerator.get_state_dict(self.model)
-        weights = {name.removeprefix("_orig_mod."): value for name, value in weights.items()}
-        with state.together(self.watch, final):
-            if self.accelerator.is_main_process:
-                model, lora = self._plain_model(), adapters.peft_config(self._plain_model())
-                if lora is not None:
-                    model = adapters.merged(model.config, lora.to_dict(), weights)
-                    weights = model.state_dict()
-                with transaction.writing(final) as staging:
-                    model.save_pretrained(staging, state_dict=weights)
-                    self.tokenizer.save_pretrained(staging)

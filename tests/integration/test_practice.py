@@ -108,20 +108,20 @@ def test_rows_that_change_beside_a_run(
 ) -> None:
     """While it trains: no texts that are not its own. Between two starts: best starts anew. After it: it is told."""
     from accel_ft import evaluate
-    from accel_ft.engine.run import Run
+    from accel_ft.engine import loop
     from accel_ft.reporting.record import read_record
 
     rows, held_out = (write_rows(tmp_path / f"{n}.csv", n, seed=n) for n in (40, 30))
     words = [*words[:2], *words[8:], "--train_file", str(rows), "--load_best_model_at_end"]
     words += ["--max_eval_samples", "3"]
-    finish = Run.finish
+    finish = loop.finish
 
-    def change(run: Run) -> None:
+    def change(run: object) -> None:
         write_rows(rows, 60, seed=3)
         finish(run)
 
     with monkeypatch.context() as patch, caplog.at_level("WARNING", logger="accel_ft"):
-        patch.setattr(Run, "finish", change)
+        patch.setattr(loop, "finish", change)
         patch.setattr("accel_ft.runtime.logging.setup_logging", lambda rank: None)
         train.main(words)
         assert "has changed since it was read: no mistakes.jsonl" in caplog.text

@@ -1,0 +1,109 @@
+"""The end of a run: its final model, measured, with its predictions."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from accel_ft.checkpoint import convert, state, transaction
+from accel_ft.engine.evaluation import predict_split, write_predictions
+from accel_ft.engine.run import Run
+from accel_ft.errors import UserError
+from accel_ft.model import adapters
+from accel_ft.runtime.memory import peak_memory
+
+logger = logging.getLogger(__name__)
+
+
+def finish(run: Run) -> None:
+    """Leave the final (or best) model, and measure it on the test rows. Collective."""
+    run.settle()
+    run.close()
+    if run.step < run.num_steps:
+        best = f"{run.best['metric']} {run.best['value']:.4f}" if run.best else "none"
+        logger.info(
+            "stopped early: %d evaluations in a row were not better by %g; the best is %s",
+            run.num_worse, run.config.early_stopping_threshold, best,
+        )  # fmt: skip
+    model_step, best_step = run.step, run.protected_step
+    if best_step is not None:
+        if state.is_sound(run.watch, run.best_folder()):
+            convert.load_any(run.accelerator, run.best_folder())
+            model_step = best_step
+        logger.info("the model is that of update %d", model_step)
+    from accel_ft.metrics import best_thresholds, score
+
+    logits, names = _predict_validation(run, model_step), run.splits.label_names
+    labels = run.splits.validation.labels(np.arange(len(logits), dtype=np.int64))
+    if not np.isfinite(logits).all():
+        keeps = run.config.load_best_model_at_end
+        raise UserError(
+            f"the model of update {model_step} returns no numbers (NaN or infinite logits); "
+            "no model/ is written. Fix: a lower learning_rate, more warmup_steps, or "
+            + ("fewer eval_steps" if keeps else "load_best_model_at_end")
+        )
+    if run.config.problem_type == "multi_label_classification":
+        run.thresholds = best_thresholds(logits, labels)
+        run.plain_model().config.thresholds = run.thresholds.tolist()
+    scores = score(logits, labels, names, run.thresholds)
+    run.watch.stage("save", can_save=True)
+    _export(run, run.output_dir / "model")
+    _leave_predictions(run, logits, model_step)
+    run.events.write(
+        "end",
+        step=run.step,
+        model_step=model_step,
+        num_worse=run.num_worse,
+        **{f"eval_{key}": value for key, value in scores.items()},
+        peak_memory=max(run.watch.tell(peak_memory(run.accelerator.device))),
+    )
+
+
+def _predict_validation(run: Run, model_step: int) -> NDArray[np.float32]:
+    """Return the final model's logits of the validation rows, [n, C]. Collective."""
+    if run.logits is not None and run.logits_step == model_step:
+        return run.logits
+    run.watch.stage("eval", can_save=True)
+    num_samples, loader = len(run.splits.validation), run.validation_loader
+    return predict_split(run.accelerator, run.model, loader, num_samples, run.check_stop)
+
+
+def _leave_predictions(run: Run, logits: NDArray[np.float32], model_step: int) -> None:
+    """Measure the final model on the test rows, and write down its predictions of these; where
+    there are none, those of the validation rows. Collective.
+    """
+    name, split = "validation", run.splits.validation
+    if run.test_loader is not None and run.splits.test is not None:
+        name, split = "test", run.splits.test
+        run.watch.stage("eval", can_save=True)
+        run.measure("test", run.test_loader, split, model_step=model_step)
+        assert run.logits is not None
+        logits = run.logits
+    with state.together(run.watch, run.output_dir / "predictions"):
+        if run.accelerator.is_main_process:
+            sources = run.splits.sources
+            write_predictions(
+                run.output_dir,
+                logits,
+                split,
+                sources.get(name) or sources["train"],  # that it was cut off
+                run.config,
+                run.splits.label_names,
+                run.thresholds,
+            )
+
+
+def _export(run: Run, final: Path) -> None:
+    """Write the model as a Hugging Face folder, whole or not at all. Collective."""
+    weights = run.accelerator.get_state_dict(run.model)
+    weights = {name.removeprefix("_orig_mod."): value for name, value in weights.items()}
+    with state.together(run.watch, final):
+        if run.accelerator.is_main_process:
+            model, lora = run.plain_model(), adapters.peft_config(run.plain_model())
+            if lora is not None:
+                model = adapters.merged(model.config, lora.to_dict(), weights)
+                weights = model.state_dict()
+            with transaction.writing(final) as staging:
+                model.save_pretrained(staging, state_dict=weights)
+                run.tokenizer.save_pretrained(staging)
