@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -146,8 +147,10 @@ def run(
         **kwargs,
     )
     if check and done.returncode != 0:
+        logs = [Path(log) for log in set(re.findall("Its log: (.+)", done.stderr))]
+        crash = "\n".join(log.read_text()[-4000:] for log in logs if log.is_file())
         raise AssertionError(
-            f"{command} ended with {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+            f"{command} ended with {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}\n{crash}"
         )
     return done
 

@@ -378,9 +378,9 @@ class Watch:
             shift = psutil.Process().create_time() - self._beat["born"]  # the clock was set
             another = abs(process.create_time() - shift - beat["born"]) > SAME_BIRTH_SECONDS
         except psutil.NoSuchProcess:
-            return "died"
+            another = True
         if another or status == psutil.STATUS_ZOMBIE:
-            return "died"
+            return "died" + _crash(self._path(beat["rank"]).with_suffix(".log"), beat["pid"])
         if status not in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
             self._seen.pop(beat["rank"], None)
             return ""
@@ -391,6 +391,16 @@ class Watch:
         self._killed[beat["rank"]] = f"was stopped for {now - since:.0f} s"
         process.kill()  # or the launcher waits for it half a minute more
         return self._killed[beat["rank"]]
+
+
+def _crash(log: Path, pid: int) -> str:
+    """What a process that crashed left in its log, in brackets; "" where it was killed."""
+    text = ""
+    with contextlib.suppress(OSError):
+        text = log.read_text(encoding="utf-8", errors="replace").rpartition(f", pid {pid}\n")[2]
+    fatal = re.search("^Fatal Python error: (.+)", text, re.MULTILINE)
+    frame = re.search("^Current thread .*\n *(.+)", text, re.MULTILINE)
+    return f" ({fatal[1]}{f', {frame[1]}' if frame else ''})" if fatal else ""
 
 
 def _host() -> str:

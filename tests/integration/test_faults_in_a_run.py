@@ -236,7 +236,7 @@ def test_read_late_is_dealt_with_alike(
     write_event = handling._write_event
 
     def seen(run: Run, *args: Any) -> None:
-        model = run._plain_model().state_dict()
+        model = run.plain_model().state_dict()
         moved[str(args[0])] = [value.numpy().tobytes() for value in model.values()]
         write_event(run, *args)
 
@@ -444,6 +444,21 @@ def test_a_clock_that_is_set_ends_no_rank(tmp_path: Path, monkeypatch: pytest.Mo
     process.kill()
     process.wait()
     assert watch._fate_here(beat, 60) == "died"
+
+
+def test_a_crash_is_told_with_its_place(tmp_path: Path) -> None:
+    """Of this start of the rank: its log keeps the earlier ones."""
+    crash = "import faulthandler, os, sys; print('started now, pid', os.getpid(), flush=True); "
+    crash += "faulthandler.enable(); os.kill(os.getpid(), 11)"
+    with (tmp_path / "rank_00001.log").open("w") as log:
+        for words in (crash, crash.partition("faulthandler.enable")[0]):
+            process = subprocess.Popen([sys.executable, "-c", words], stdout=log, stderr=log)
+            process.wait()
+            watch = Watch(tmp_path, 0, 1, 60)
+            beat = watch._beat | {"rank": 1, "pid": process.pid}
+            told = watch._fate_here(beat, 60)
+            crashed = 'died (Segmentation fault, File "<string>", line 1 in <module>)'
+            assert told == (crashed if words == crash else "died")
 
 
 def test_a_run_is_closed_before_it_lets_the_others_go(
