@@ -46,7 +46,7 @@ def measure(num_samples: int) -> str:
     grown = (memory() - before) / 2**20
     return (
         f"| {num_samples:,} | {first - start:.3f} s | {seek - first:.3f} s | "
-        f"{(batches - seek) / BATCHES * 1e3:.3f} ms | {grown:.1f} MB |"
+        f"{(batches - seek) / BATCHES * 1e3:.3f} ms | {grown:.1f} MiB |"
     )
 
 
