@@ -395,7 +395,8 @@ def show(table: Any) -> str:
         spread = f"{row['ratios'][0]:.2f}-{row['ratios'][-1]:.2f}"
         lines.append(
             f"| {name} | {row['samples_per_second']:.1f} | {row['tokens_per_second']:,.0f} | "
-            f"{row['padding']:.0%} | {row['of_peak']:.0%} | {row['peak_memory'] / 2**20:,.0f} MiB | "
+            f"{row['padding']:.0%} | {row['of_peak']:.0%} | "
+            f"{row['peak_memory'] / 2**20:,.0f} MiB | "
             f"{row['first_step']:.1f} s | {row['accuracy']:.4f} | "
             f"{row['ratio']:.2f} ({spread}) |"
         )
