@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ def fit(**settings: Any) -> Path:
         accel_ft.errors.UserError: for what the user can mend.
     """
     from accel_ft.config import TrainConfig
-    from accel_ft.errors import ConfigError
+    from accel_ft.errors import ConfigError, close_process_group
     from accel_ft.settings import checked, settings_to_reproduce
     from accel_ft.train import fit as run
 
@@ -38,6 +39,7 @@ def fit(**settings: Any) -> Path:
         )
     try:
         run(config)
+        atexit.register(close_process_group)  # not before: another `fit` may follow
     finally:
         _fitting.release()
     return config.output_dir / "model"

@@ -83,7 +83,7 @@ def run_command(main: Callable[[], None]) -> None:
     """
     try:
         main()
-        _close_process_group()
+        close_process_group()
     except (UserError, OSError) as error:
         if isinstance(error, BrokenPipeError):  # `... | head` closed our standard output
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -93,6 +93,7 @@ def run_command(main: Callable[[], None]) -> None:
         leave_last_words(words)
         if preempted:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the launcher, as others have ended
+            close_process_group()
             if os.environ.get("RANK", "0") != "0":  # all ranks alike
                 sys.exit(EXIT_PREEMPTED)
         _let_rank_0_speak_first()
@@ -107,7 +108,7 @@ def run_command(main: Callable[[], None]) -> None:
         raise
 
 
-def _close_process_group() -> None:
+def close_process_group() -> None:
     """Close what torch.distributed left open, while Python runs: at its end NCCL warns of it, and a
     thread of gloo may abort the process (pytorch issue 190489).
     """

@@ -192,3 +192,23 @@ def test_predict_on_two_ranks_is_predict_on_one(
             assert a["scores"] == pytest.approx(b.pop("scores"), abs=2e-6)
             assert a["score"] == pytest.approx(b.pop("score"), abs=2e-6)
             assert {key: a[key] for key in b} == b
+
+
+def test_fit_in_a_script_leaves_no_group_open(
+    tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path
+) -> None:
+    """At Python's end a thread of gloo may abort the process."""
+    words = job_words(tiny_model, rows_file, odd_file, tmp_path / "run")
+    settings = {
+        key.removeprefix("--"): value for key, value in zip(words[::2], words[1::2], strict=True)
+    }
+    settings = settings | {"num_train_epochs": 1, "save_total_limit": None}
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import atexit\nfrom torch import distributed as dist\nfrom accel_ft import fit\n"
+        "atexit.register(lambda: print('open' if dist.is_initialized() else 'closed', flush=True))\n"
+        f"fit(**{settings!r})\nassert dist.is_initialized()\n"
+    )
+    done = launch("cpu_ddp.yaml", "--num_processes", 2, script)
+    assert done.stdout.split().count("closed") == 2
+    assert "open" not in done.stdout.split()

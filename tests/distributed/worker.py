@@ -15,6 +15,7 @@ from accel_ft.engine import loop
 from accel_ft.engine.build import build
 from accel_ft.engine.run import Run
 from accel_ft.engine.step import forward
+from accel_ft.errors import run_command
 from accel_ft.runtime.launch import make_accelerator
 from accel_ft.runtime.watch import Watch
 from accel_ft.settings import parse
@@ -142,10 +143,14 @@ def shares(task: dict[str, Any]) -> dict[str, Any]:
     return {"kinds": kinds, "whole": whole, "local": gather_object([local])}
 
 
-if __name__ == "__main__":
+def main() -> None:
     torch.set_num_threads(1)
     task_file = Path(sys.argv[1])
     tasks = json.loads(task_file.read_text())
     results = [globals()[task["do"]](task) for task in tasks]
     if make_accelerator().is_main_process:
         task_file.with_suffix(".result").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    run_command(main)
