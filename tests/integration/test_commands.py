@@ -14,7 +14,7 @@ from conftest import ROOT, job_words, launch, run, run_hash
 from torch import distributed as dist
 
 from accel_ft import evaluate, predict, train
-from accel_ft.errors import run_command
+from accel_ft.errors import Preempted, run_command
 
 
 def test_killed_and_resumed_is_bit_identical(
@@ -170,6 +170,17 @@ def test_a_command_closes_its_process_group(tmp_path: Path) -> None:
 
     run_command(main)
     assert not dist.is_initialized()
+
+    def stopped() -> None:
+        main()
+        raise Preempted("stopped after update 1")
+
+    (tmp_path / "x").unlink(missing_ok=True)
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as exit_code:
+        run_command(stopped)
+    signal.signal(signal.SIGTERM, handler)
+    assert (exit_code.value.code, dist.is_initialized()) == (75, False)
 
 
 def test_a_fault_as_a_user_meets_it(tmp_path: Path) -> None:
