@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from accel_ft.checkpoint import convert, state, transaction
 from accel_ft.errors import CheckpointError
 from accel_ft.model import adapters, load
+from accel_ft.model.first_token import leave_out_the_rest
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,8 @@ class Classifier:
 
     Attributes:
         folder: it was read from.
-        model: in float32, on its device, in evaluation mode.
+        model: in float32, on its device, in evaluation mode; for logits alone: of some kinds the
+            last layer computes the first token only.
         tokenizer: its own.
         label_names: by id.
         limit: tokens it can see, None for no limit.
@@ -72,6 +74,7 @@ def open_classifier(checkpoint: str, device: torch.device) -> Classifier:
     folder = load.resolve(model_folder(checkpoint), "checkpoint")
     config, tokenizer, names = load.load_parts(folder)
     model = load_whole(folder, config).to(device).eval()
+    leave_out_the_rest(model)
     return Classifier(folder, model, tokenizer, names, load.position_limit(config, tokenizer))
 
 

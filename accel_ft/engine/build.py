@@ -26,6 +26,7 @@ from accel_ft.errors import ConfigError, DataError, LaunchError, nearest
 from accel_ft.model import load
 from accel_ft.model.adapters import choose_trained
 from accel_ft.model.embedding import make_sparse, tied_modules
+from accel_ft.model.first_token import leave_out_the_rest
 from accel_ft.model.optim import (
     allocate_state,
     make_optimizer,
@@ -166,6 +167,7 @@ def plain_model(
         thresholds=None,  # of another job's rows
     )
     model, drawn = load.load_for_training(folder, model_config, device)
+    leave_out_the_rest(model)
     model.config.max_seq_length = config.max_seq_length  # as predict and evaluate take it
     return choose_trained(model, config, drawn), drawn
 

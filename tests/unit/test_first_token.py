@@ -1,0 +1,83 @@
+"""The last layer computes the first token alone, and nothing else is changed by it."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from accel_ft.model.first_token import KINDS, leave_out_the_rest
+
+SIZES = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48,
+         "num_attention_heads": 4, "max_position_embeddings": 40, "num_labels": 3, "pad_token_id": 1,
+         "bos_token_id": 0, "eos_token_id": 2}  # fmt: skip
+OF_DISTILBERT = {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}
+DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout",
+           "seq_classif_dropout")  # fmt: skip
+
+
+def classifier(kind: str, path: str = "eager", **settings: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {**SIZES, "embedding_size": 32, **(OF_DISTILBERT if kind == "distilbert" else {})}
+    config = AutoConfig.for_model(kind, **sizes, **settings)
+    return AutoModelForSequenceClassification.from_config(config, attn_implementation=path)
+
+
+def inputs(padded: bool) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 60, (5, 11), generator=generator)
+    lengths = torch.tensor([11, 3, 7, 1, 10]) if padded else torch.full((5,), 11)
+    mask = (torch.arange(11) < lengths[:, None]).long()
+    return {"input_ids": ids.where(mask.bool(), 1), "attention_mask": mask}
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("path", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_logits_and_gradients_are_the_same(kind: str, path: str, padded: bool) -> None:
+    whole = classifier(kind, path, **dict.fromkeys(DROPOUT, 0.0)).train()
+    first = copy.deepcopy(whole)
+    leave_out_the_rest(first)
+    first = copy.deepcopy(first)  # and a copy is one of its own
+    states = []
+    layer = next(m for n, m in first.named_modules() if n.endswith(".layer.1"))
+    layer.register_forward_hook(lambda *call: states.append(call[-1].shape))
+    for model in (whole, first):
+        logits = model(**inputs(padded)).logits
+        torch.nn.functional.cross_entropy(logits, torch.arange(5) % 3).backward()
+    assert states == [(5, 1, 32)]
+    torch.testing.assert_close(first(**inputs(padded)).logits, whole(**inputs(padded)).logits)
+    for (name, a), (_, b) in zip(first.named_parameters(), whole.named_parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), name
+        if a.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6, msg=name)
+    assert first.state_dict().keys() == whole.state_dict().keys()
+
+
+@pytest.mark.parametrize("path", ["eager", "sdpa"])
+@pytest.mark.parametrize("which", DROPOUT[:2])
+def test_the_last_layers_dropout_is_on_in_training_alone(which: str, path: str) -> None:
+    """Of the attention, too: each by itself changes the logits."""
+    model = classifier("bert", path, **{**dict.fromkeys(DROPOUT[:2], 0.0), which: 0.5}).eval()
+    leave_out_the_rest(model)
+    for training in (True, False):
+        model.bert.encoder.layer[1].train(training)
+        drawn = [model(**inputs(False)).logits for _ in range(2)]
+        assert torch.equal(*drawn) != training
+
+
+@pytest.mark.parametrize("kind", ["albert", "mpnet", "deberta-v2", "modernbert", "gpt2"])
+def test_other_kinds_stay_as_they_are(kind: str) -> None:
+    model = classifier(kind, path="eager")
+    before = [(name, vars(module).get("forward")) for name, module in model.named_modules()]
+    leave_out_the_rest(model)
+    assert [(n, vars(m).get("forward")) for n, m in model.named_modules()] == before
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_other_paths_stay_as_they_are() -> None:
+    for settings in ({"path": "flex_attention"}, {"is_decoder": True}):
+        model = classifier("bert", **settings)
+        leave_out_the_rest(model)
+        assert not any(module._forward_pre_hooks for module in model.modules())
