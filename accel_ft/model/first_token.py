@@ -4,7 +4,7 @@ What the last layer makes of the other tokens is read by nobody, and no gradient
 Left out, it is most of a layer less: of MiniLM's six a seventh of the work. Logits and gradients
 are the same to rounding; dropout draws fewer masks.
 
-Legend: B samples, S tokens, H heads.
+Legend: B samples, S tokens.
 """
 
 import sys

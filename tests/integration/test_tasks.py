@@ -275,12 +275,12 @@ def test_regression(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixt
     evals = {e["step"]: e["eval_rmse"] for e in events if e["event"] == "eval"}
     assert events[-1]["model_step"] == min(evals, key=evals.get)
     assert "rmse on the test rows" in capsys.readouterr().out
+    text = "the of on for in software orbit genome"
     found = load_classifier(tmp_path / "run").predict(
-        ["the of on for in software orbit genome", "in a the to for treaty minister border"]
+        [text, "in a the to for treaty minister border"]
     )
     assert found[0].keys() == {"score"}
     assert found[0]["score"] > 0.7 > -0.7 > found[1]["score"]
-    text = "the of on for in software orbit genome"
     predict.main(["--checkpoint", str(tmp_path / "run"), "--text", text])
     assert json.loads(capsys.readouterr().out)["score"] == pytest.approx(
         found[0]["score"], abs=1e-5

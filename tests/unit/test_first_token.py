@@ -1,13 +1,18 @@
 """The last layer computes the first token alone, and nothing else is changed by it."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from accel_ft.checkpoint.open import open_classifier
+from accel_ft.config import TrainConfig
+from accel_ft.engine.build import plain_model
 from accel_ft.model.first_token import KINDS, leave_out_the_rest
+from accel_ft.model.load import load_tokenizer
 
 SIZES = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48,
          "num_attention_heads": 4, "max_position_embeddings": 40, "num_labels": 3, "pad_token_id": 1,
@@ -65,6 +70,19 @@ def test_the_last_layers_dropout_is_on_in_training_alone(which: str, path: str) 
         model.bert.encoder.layer[1].train(training)
         drawn = [model(**inputs(False)).logits for _ in range(2)]
         assert torch.equal(*drawn) != training
+
+
+def test_training_and_inference_do_so(tiny_model: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny_model))
+    config = TrainConfig(model_name_or_path=str(tiny_model))
+    trained, _ = plain_model(config, torch.device("cpu"), ["a", "b"], tokenizer)
+    trained.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    opened = open_classifier(str(tmp_path), torch.device("cpu")).model
+    for model in (trained, opened):
+        assert len(model.bert.encoder.layer[-1]._forward_pre_hooks) == 1  # twice would be wrong
+        states = model.bert(**tokenizer(["goal", "the goal"], padding=True, return_tensors="pt"))
+        assert states.last_hidden_state.shape == (2, 1, 32)
 
 
 @pytest.mark.parametrize("kind", ["albert", "mpnet", "deberta-v2", "modernbert", "gpt2"])
