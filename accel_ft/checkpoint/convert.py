@@ -55,6 +55,8 @@ def load_any(accelerator: Accelerator, folder: Path) -> None:
     if scaler is not None and not (folder / SCALER_NAME).is_file():  # saved without fp16
         logger.info("%s holds no loss scale: it starts anew", folder)
         accelerator.scaler = None
+    elif scaler is not None and accelerator.is_fsdp2:
+        scaler._scale = scaler._growth_tracker = None  # accelerate makes both anew, and only once
     try:
         _load_parts(accelerator, folder)
     finally:

@@ -58,7 +58,7 @@ def predict_split(
         for batch in loader:
             before_batch()
             with accelerator.autocast():
-                logits.append(forward(model, batch))
+                logits.append(forward(model, batch).clone())  # CUDA graphs write over theirs
             places.append(batch["places"])
     finally:
         model.train(was_training)

@@ -36,7 +36,7 @@ def measured_need(accelerator: Accelerator, model: Any, split: Split, pad: Paddi
     label = split.labels(np.zeros(1, np.int64))
 
     def loss(count: int) -> torch.Tensor:
-        batch = pad([text] * count)
+        batch = pad([text] * (count - 1) + [text[:1]])  # with padding: a mask needs memory, too
         batch["labels"] = torch.from_numpy(np.repeat(label, count, axis=0))
         batch["weights"] = torch.ones(count)
         batch = {key: value.to(accelerator.device) for key, value in batch.items()}

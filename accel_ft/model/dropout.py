@@ -11,6 +11,8 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
+from accel_ft.runtime.launch import is_compiled
+
 LEVELS = 2**16
 
 _dropout_of_torch = F.dropout
@@ -59,7 +61,8 @@ def _scaled(values: torch.Tensor, kept: torch.Tensor, scale: float) -> torch.Ten
 def on_cpu(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Let every model's layers and attention use it while this lasts, on a CPU.
 
-    They all call `torch.nn.functional.dropout`; each model's own eager attention does, too.
+    They all call `torch.nn.functional.dropout`; each model's own eager attention does, too. Where
+    models are compiled torch's own stays: the compiler would fall into pieces around this one.
     """
-    on_cpu = device.type == "cpu"
-    return mock.patch.object(F, "dropout", dropout) if on_cpu else contextlib.nullcontext()
+    is_used = device.type == "cpu" and not is_compiled()
+    return mock.patch.object(F, "dropout", dropout) if is_used else contextlib.nullcontext()

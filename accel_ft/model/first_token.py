@@ -4,11 +4,14 @@ What the last layer makes of the other tokens is read by nobody, and no gradient
 Left out, it is most of a layer less: of MiniLM's six a seventh of the work. Logits and gradients
 are the same to rounding; dropout draws fewer masks.
 
+All tokens see the same padding, so that a mask of one row does for all: transformers makes one of S
+rows, and has the host wait for the device to say whether any token is padding at all.
+
 Legend: B samples, S tokens.
 """
 
 import sys
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +32,10 @@ def leave_out_the_rest(model: Any) -> None:
     attention_path = config._attn_implementation
     if (
         config.model_type not in KINDS
+        or not type(model).__module__.startswith("transformers.")  # pools as its author likes
         or getattr(config, "is_decoder", False)
+        or getattr(config, "chunk_size_feed_forward", 0) > 1  # of which one token is no multiple
+        or config.num_hidden_layers < 1
         or attention_path not in ("eager", "sdpa")
     ):
         return
@@ -37,7 +43,17 @@ def leave_out_the_rest(model: Any) -> None:
     last = (base.transformer if config.model_type == "distilbert" else base.encoder).layer[-1]
     attention = getattr(last.attention, "self", last.attention)
     last.register_forward_pre_hook(_first_token, with_kwargs=True)
-    attention.forward = MethodType(_attend, attention)
+    attention.forward = partial(_attend, attention)  # a method would not be unpickled
+    if attention_path == "sdpa":
+        base.register_forward_pre_hook(_one_row, with_kwargs=True)
+
+
+def _one_row(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Make the mask [B, S] one that transformers takes as it is, bool [B, 1, 1, S]."""
+    mask = kwargs.get("attention_mask")
+    if mask is not None and mask.ndim == 2:
+        kwargs = {**kwargs, "attention_mask": mask.bool()[:, None, None]}
+    return args, kwargs
 
 
 def _first_token(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -60,7 +76,7 @@ def _attend(
 
     Args:
         first: [B, 1, hidden size].
-        attention_mask: added to the scores, [B, 1, S, S].
+        attention_mask: added to the scores, [B, 1, S, S]; or what may be seen, bool [B, 1, 1, S].
         all_tokens: [B, S, hidden size].
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -72,7 +88,11 @@ def _attend(
         .transpose(1, 2)
         for name, tokens in zip(names, (first, all_tokens, all_tokens), strict=True)
     )
-    eager = sys.modules[type(self).__module__].eager_attention_forward
+    eager = next(  # in the module of its class, or, where FSDP2 has made that another, of its base
+        module.eager_attention_forward
+        for kind in type(self).__mro__
+        if hasattr(module := sys.modules[kind.__module__], "eager_attention_forward")
+    )
     path = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
     attended, weights = path(
         self,

@@ -119,6 +119,9 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
     # Evaluation and prediction wait for a slow rank, or for what comes on standard input.
     kwargs.setdefault("kwargs_handlers", [InitProcessGroupKwargs(timeout=timedelta(days=1))])
     accelerator = Accelerator(cpu=on_cpu, **kwargs)
+    # With a mask, its backward pass gives NaN on Hopper GPUs (PyTorch's issue 196678): torch then
+    # takes its flash or memory-efficient one.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if is_compiled():
         torch._dynamo.config.recompile_limit = COMPILATIONS
         torch._dynamo.config.fail_on_recompile_limit_hit = True  # not on in eager mode, unsaid
@@ -217,7 +220,7 @@ def _refuse_impossible(request: Request, has_device: bool) -> None:
             "Fix: fsdp_version: 2 in fsdp_config, as in accelerate_configs/cpu_fsdp2.yaml"
         )
     if request.distributed_type == "FSDP" and os.environ.get("FSDP_VERSION") == "2":
-        _refuse_for_fsdp2(asked, on_cpu)
+        _refuse_for_fsdp2(request, on_cpu)
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
         raise LaunchError(
             f"{asked} asks for a parallelism_config, which accel_ft does not train under: its "
@@ -239,7 +242,9 @@ def _refuse_impossible(request: Request, has_device: bool) -> None:
         )
 
 
-def _refuse_for_fsdp2(asked: str, on_cpu: bool) -> None:
+def _refuse_for_fsdp2(request: Request, on_cpu: bool) -> None:
+    asked = request.source
+
     def value(key: str, default: str) -> str:
         return os.environ.get(f"FSDP_{key}", default).lower()
 
@@ -259,7 +264,18 @@ def _refuse_for_fsdp2(asked: str, on_cpu: bool) -> None:
             f"{asked} asks for fsdp_auto_wrap_policy: SIZE_BASED_WRAP, which FSDP2 cannot do with "
             "lists of layers. Fix: TRANSFORMER_BASED_WRAP"
         )
-    if on_cpu and value("OFFLOAD_PARAMS", "false") in ("true", "1"):
+    offloads = value("OFFLOAD_PARAMS", "false") in ("true", "1")
+    if on_cpu and offloads:
         raise LaunchError(
             f"{asked} asks for fsdp_offload_params on the CPU, where they are. Fix: false"
+        )
+    if value("ACTIVATION_CHECKPOINTING", "false") in ("true", "1"):
+        raise LaunchError(
+            f"{asked} asks for fsdp_activation_checkpointing, which under FSDP2 draws dropout anew "
+            "on the way back. Fix: leave it out; --gradient_checkpointing true in the job"
+        )
+    if request.mixed_precision == "fp16" and offloads:
+        raise LaunchError(
+            f"{asked} asks for fsdp_offload_params with mixed_precision: fp16, whose loss scale "
+            "FSDP2 reads on the host before it has come there. Fix: bf16, or no"
         )

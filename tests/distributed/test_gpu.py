@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import VISIBLE, job_words, launch
+from transformers import AutoModelForSequenceClassification
+
+from accel_ft.engine.step import forward
+from accel_ft.model.first_token import leave_out_the_rest
 
 pytestmark = [
     pytest.mark.gpu,
@@ -63,7 +68,11 @@ def test_the_curve_of_the_cpu_and_a_resume(
     config, *options = STRATEGIES[name]
     whole, again = tmp_path / "whole", tmp_path / "again"
     words = [*options, "-m", "accel_ft.train"]
-    on_gpu(config, *words, *job_words(still_model, rows_file, odd_file, whole))
+    best = [
+        "--load_best_model_at_end",
+        "true",
+    ]  # which is loaded in the end, after a resume for the second time
+    on_gpu(config, *words, *job_words(still_model, rows_file, odd_file, whole), *best)
     near = 1e-3 if name in ("float32", "compiled") else 5e-2
     found = losses(whole)
     assert all(map(math.isfinite, found))
@@ -71,7 +80,7 @@ def test_the_curve_of_the_cpu_and_a_resume(
     (again / "checkpoints").mkdir(parents=True)
     checkpoint = "checkpoints/step_00000005"
     shutil.copytree(whole / checkpoint, again / checkpoint)
-    job = job_words(still_model, rows_file, odd_file, again)
+    job = [*job_words(still_model, rows_file, odd_file, again), *best]
     done = on_gpu(config, *words, *job, "--resume_from_checkpoint", "latest")
     assert "5 of 12 updates done" in done.stdout + done.stderr
     assert losses(again) == pytest.approx(found[5:], rel=near / 10)
@@ -86,3 +95,17 @@ def test_the_doctor_finds_nothing(
     job = job_words(tiny_model, rows_file, odd_file, tmp_path / "run")
     done = on_gpu(config, *ONE, "-m", "accel_ft.doctor", *job)
     assert "FAIL" not in done.stdout
+
+
+def test_the_host_does_not_wait_in_a_micro_batch(tiny_model: Path) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_model).cuda()
+    leave_out_the_rest(model)
+    ids = torch.ones(4, 8, dtype=torch.long, device="cuda")
+    batch = {"input_ids": ids, "attention_mask": ids.tril()}
+    forward(model, batch).sum().backward()  # the first one makes handles and workspaces
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        forward(model, batch).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

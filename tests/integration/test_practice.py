@@ -381,7 +381,13 @@ def test_the_largest_micro_batch_that_fits(
         return measured[-1]
 
     monkeypatch.setattr(fitting, "measured_need", keep)
+    masks, forward = [], fitting.forward
+    monkeypatch.setattr(
+        fitting, "forward", lambda *a: masks.append(a[1]["attention_mask"]) or forward(*a)
+    )
     train.main([*words, "--output_dir", str(tmp_path / "much")])
+    assert masks
+    assert not any(mask.all() for mask in masks)  # of such a one no mask is made, and none measured
     three_rows = measured[0].on_rank("none", 1, 0) + 3 * measured[0].per_row
     three_rows = int(three_rows / (1 - fitting.RESERVE)) + 1000
     monkeypatch.setattr(fitting, "device_bytes", lambda _: three_rows)

@@ -1,5 +1,6 @@
 """What accelerate would do on a GPU and must not; no GPU is needed to see it."""
 
+import contextlib
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
+from accel_ft.engine import evaluation
 from accel_ft.errors import LaunchError
 from accel_ft.model.memory import _container_bytes
 from accel_ft.model.optim import allocate_state
@@ -93,6 +95,7 @@ def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         ("FSDP_SHARDING_STRATEGY", "SHARD_GRAD_OP", "which FSDP2 does not heed. Fix: leave it out"),
         ("FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP", "Fix: TRANSFORMER_BASED_WRAP"),
         ("FSDP_OFFLOAD_PARAMS", "true", "fsdp_offload_params on the CPU"),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "true", "Fix: leave it out; --gradient_checkpointing"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "asks for a parallelism_config"),
     ],
 )
@@ -112,6 +115,49 @@ def test_what_would_be_passed_over_is_refused(
     monkeypatch.setenv(key, value)
     with pytest.raises(LaunchError, match=message):
         launch._refuse_impossible(request, has_device=False)
+
+
+def test_a_loss_scale_does_not_go_with_offloaded_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is on its way to the host when the host reads it."""
+    request = launch.Request("fsdp2_offload.yaml", 2, False, "FSDP", "bf16")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
+    launch._refuse_impossible(request, has_device=True)
+    with pytest.raises(LaunchError, match="with mixed_precision: fp16"):
+        launch._refuse_impossible(replace(request, mixed_precision="fp16"), has_device=True)
+
+
+def test_logits_that_the_next_batch_overwrites(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CUDA graphs do (dynamo_mode: reduce-overhead)."""
+    buffer = torch.zeros(2, 3)
+    monkeypatch.setattr(
+        evaluation, "forward", lambda _, batch: buffer.copy_(batch["places"][:, None])
+    )
+    accelerator = SimpleNamespace(
+        autocast=contextlib.nullcontext,
+        gather=lambda rows: rows,
+        pad_across_processes=lambda rows, **_: rows,
+    )
+
+    class Loader(list[dict[str, torch.Tensor]]):
+        def end(self) -> None:
+            """As accelerate's has."""
+
+    loader = Loader({"places": torch.tensor([start, start + 1])} for start in (0, 2, 4))
+    logits = evaluation.predict_split(accelerator, nn.Identity(), loader, 6)
+    assert logits[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_masked_attention_is_not_left_to_cudnn() -> None:
+    """Its gradients are NaN for some widths."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    launch.make_accelerator()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled()
+    assert torch.backends.cuda.mem_efficient_sdp_enabled()
 
 
 @pytest.mark.filterwarnings("ignore:FSDP is switching", "ignore::FutureWarning")

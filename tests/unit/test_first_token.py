@@ -1,12 +1,18 @@
 """The last layer computes the first token alone, and nothing else is changed by it."""
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from torch.profiler import ProfilerActivity, profile
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    BertForSequenceClassification,
+)
 
 from accel_ft.checkpoint.open import open_classifier
 from accel_ft.config import TrainConfig
@@ -25,7 +31,7 @@ DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "at
 def classifier(kind: str, path: str = "eager", **settings: Any) -> Any:
     torch.manual_seed(0)
     sizes = {**SIZES, "embedding_size": 32, **(OF_DISTILBERT if kind == "distilbert" else {})}
-    config = AutoConfig.for_model(kind, **sizes, **settings)
+    config = AutoConfig.for_model(kind, **(sizes | settings))
     return AutoModelForSequenceClassification.from_config(config, attn_implementation=path)
 
 
@@ -94,8 +100,61 @@ def test_other_kinds_stay_as_they_are(kind: str) -> None:
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_other_paths_stay_as_they_are() -> None:
-    for settings in ({"path": "flex_attention"}, {"is_decoder": True}):
-        model = classifier("bert", **settings)
-        leave_out_the_rest(model)
-        assert not any(module._forward_pre_hooks for module in model.modules())
+class Pooled(BertForSequenceClassification):
+    """Whose author may well read the other tokens."""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"path": "flex_attention"},
+        {"is_decoder": True},
+        {"chunk_size_feed_forward": 2},
+        {"num_hidden_layers": 0},
+        {"path": "sdpa"},
+    ],
+    ids=str,
+)
+def test_other_models_stay_as_they_are(settings: dict[str, Any]) -> None:
+    model = classifier("bert", **settings)
+    if settings == {"path": "sdpa"}:
+        model = Pooled(model.config)
+    leave_out_the_rest(model)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_the_host_does_not_wait_for_the_mask(kind: str, padded: bool) -> None:
+    """On a GPU each value that it reads is a wait; and the mask has one row, not one for each token."""
+    model, read = classifier(kind, "sdpa").train(), []
+    for cut in (False, True):
+        if cut:
+            leave_out_the_rest(model)
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
+            model(**inputs(padded))
+        events = record.key_averages(group_by_input_shape=True)
+        read.append(sum(event.count for event in events if event.key == "aten::is_nonzero"))
+        masks = [e.input_shapes for e in events if [5, 1, 11, 11] in e.input_shapes]
+        assert (masks == []) == (cut or not padded)
+    assert read == [1, 0]
+
+
+@pytest.mark.parametrize("path", ["eager", "sdpa"])
+def test_it_is_written_and_read_as_any_object(path: str) -> None:
+    model = classifier("bert", path).eval()
+    leave_out_the_rest(model)
+    copied = pickle.loads(pickle.dumps(model))
+    torch.testing.assert_close(copied(**inputs(True)).logits, model(**inputs(True)).logits)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_attention_that_fsdp2_has_made_another_class(kind: str) -> None:
+    model = classifier(kind).eval()
+    leave_out_the_rest(model)
+    logits = model(**inputs(True)).logits
+    for module in model.modules():
+        if "SelfAttention" in type(module).__name__:
+            wrapped = type("FSDP", (type(module),), {"__module__": "torch.distributed.fsdp"})
+            module.__class__ = wrapped
+    assert torch.equal(model(**inputs(True)).logits, logits)

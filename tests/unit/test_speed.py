@@ -93,6 +93,9 @@ def test_layers_and_attention_use_it_while_it_lasts(
     assert F.dropout is torch_dropout
     with fast.on_cpu(torch.device("meta")):
         assert F.dropout is torch_dropout
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")  # dynamo cannot trace it
+    with fast.on_cpu(torch.device("cpu")):
+        assert F.dropout is torch_dropout
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e3, float("inf")])

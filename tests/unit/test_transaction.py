@@ -188,12 +188,33 @@ def test_a_checkpoint_without_a_loss_scale_loads_under_fp16(
 ) -> None:
     """accelerate would look for the file; the scale starts anew, and is the accelerator's again afterwards."""
     seen = []
-    accelerator = SimpleNamespace(scaler="scaler")
+    accelerator = SimpleNamespace(scaler="scaler", is_fsdp2=False)
     monkeypatch.setattr(convert, "_load_parts", lambda a, folder: seen.append(a.scaler))
     convert.load_any(accelerator, tmp_path)
     (tmp_path / "scaler.pt").touch()
     convert.load_any(accelerator, tmp_path)
     assert (seen, accelerator.scaler) == ([None, "scaler"], "scaler")
+
+
+def test_a_loss_scale_is_loaded_as_often_as_one_likes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under FSDP2 accelerate makes its tensors after each load, which torch allows where there are none: a resume, and
+    the best model in the end, are two."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    saved = scaler.state_dict() | {"scale": 4.0, "_growth_tracker": 3}
+
+    def load(accelerator: Any, _: Path) -> None:  # as `Accelerator.load_state` does
+        accelerator.scaler.load_state_dict(saved)
+        accelerator.scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+
+    monkeypatch.setattr(convert, "_load_parts", load)
+    (tmp_path / "scaler.pt").touch()
+    accelerator: Any = SimpleNamespace(scaler=scaler, is_fsdp2=True)
+    scaler.scale(torch.ones(()))
+    for _ in range(2):
+        convert.load_any(accelerator, tmp_path)
+        assert scaler.state_dict() == saved
 
 
 def test_random_numbers_of_another_kind_of_device(
