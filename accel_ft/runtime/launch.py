@@ -28,6 +28,7 @@ from torch import nn
 
 from accel_ft.errors import LaunchError
 from accel_ft.runtime import fsdp
+from accel_ft.runtime.gloo import give_groups_one_worker
 from accel_ft.runtime.memory import keep_freed_memory
 
 ENVIRONMENT = "the environment"  # where no `accelerate launch` is among the parents
@@ -110,6 +111,7 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
         LaunchError: where it cannot be had, with what was asked, what was found and how to mend it.
     """
     keep_freed_memory()
+    give_groups_one_worker()
     request = read_request()
     if request.use_cpu:  # FSDP2 and barriers would take the GPUs all the same
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

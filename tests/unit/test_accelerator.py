@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from accel_ft.engine import evaluation
 from accel_ft.errors import LaunchError
 from accel_ft.model.memory import _container_bytes
 from accel_ft.model.optim import allocate_state
-from accel_ft.runtime import fsdp, launch
+from accel_ft.runtime import fsdp, gloo, launch
 
 
 def test_ranks_on_the_cpu_see_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +129,32 @@ def test_a_loss_scale_does_not_go_with_offloaded_parameters(
     launch._refuse_impossible(request, has_device=True)
     with pytest.raises(LaunchError, match="with mixed_precision: fp16"):
         launch._refuse_impossible(replace(request, mixed_precision="fp16"), has_device=True)
+
+
+def test_gloo_groups_have_one_worker(tmp_path: Path) -> None:
+    """Two would write to one std::string: with a sparse sum among the operations the heap is corrupt in seconds."""
+    launch.make_accelerator()
+    start = f"file://{tmp_path}/x"
+    dist.init_process_group(
+        "gloo", init_method=start, rank=0, world_size=1, timeout=timedelta(seconds=77)
+    )
+    try:
+        for group, seconds in (dist.group.WORLD, 77), (dist.new_group(backend="gloo"), 1800):
+            options = group._get_backend(torch.device("cpu")).options
+            assert (options._threads, options._timeout.total_seconds()) == (1, seconds)
+            assert dist.all_reduce(torch.ones(1), group=group) is None
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_interfaces_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch reads them: one device each."""
+    for names, number in ("", 1), ("lo", 1), ("lo,lo", 2):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
+        assert len(gloo._devices(dist.ProcessGroupGloo)) == number
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none_of_that_name")
+    with pytest.raises(RuntimeError, match="none_of_that_name"):
+        gloo._devices(dist.ProcessGroupGloo)
 
 
 def test_logits_that_the_next_batch_overwrites(monkeypatch: pytest.MonkeyPatch) -> None:
