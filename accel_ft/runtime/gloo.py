@@ -3,7 +3,7 @@
 The two write the name of the operation they have ended into one std::string, without a lock
 (ProcessGroupGloo::runLoop, torch 2.13). A name of more than 15 letters, as a sparse sum's, lies on
 the heap, which that corrupts: ranks died of SIGSEGV or SIGABRT, about once in 20,000 updates of a
-small model. One worker costs two ranks on two cores some 2 %.
+small model. One worker costs two ranks on two cores 1 to 3 %.
 """
 
 import os
