@@ -7,12 +7,10 @@ small model. One worker costs two ranks on two cores 1 to 3 %.
 """
 
 import os
-from datetime import timedelta
 from typing import Any
 
 from torch import distributed as dist
-
-TIMEOUT = timedelta(minutes=30)  # torch's own for gloo
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 
 def give_groups_one_worker() -> None:
@@ -25,7 +23,12 @@ def give_groups_one_worker() -> None:
     group.torch_init = group.__init__
 
     def init(
-        self: Any, store: Any, rank: int, size: int, options: Any = None, timeout: Any = TIMEOUT
+        self: Any,
+        store: Any,
+        rank: int,
+        size: int,
+        options: Any = None,
+        timeout: Any = default_pg_timeout,
     ) -> None:
         if not isinstance(options, group._Options):
             timeout, options = options or timeout, group._Options()
