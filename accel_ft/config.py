@@ -358,9 +358,17 @@ class TrainConfig(HubConfig, DataConfig):
     @property
     def takes_highest(self) -> bool:
         """Whether the highest value of it is the best."""
-        if self.greater_is_better is not None:
-            return self.greater_is_better
-        return self.best_metric not in ("loss", "rmse", "mae")
+        usual = self.best_metric not in ("loss", "rmse", "mae")
+        return usual if self.greater_is_better is None else self.greater_is_better
+
+    @property
+    def best_rule(self) -> str:
+        """What a best model is told by: the metric, and the end of it that `greater_is_better` has
+        turned to.
+        """
+        usual = self.model_copy(update={"greater_is_better": None}).takes_highest
+        turned = ", the highest" if self.takes_highest else ", the lowest"
+        return self.best_metric + (turned if self.takes_highest != usual else "")
 
     def rules(self) -> Iterator[Fault]:
         """Check the keys against each other."""

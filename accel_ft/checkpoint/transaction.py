@@ -192,16 +192,20 @@ def remove_leftovers(root: Path, damaged: Sequence[Path] = ()) -> None:
             if prefix == SEALED_PREFIX:
                 logger.warning("%s may not be whole (another machine's, or of before this one's "
                                "start): removed", path)  # fmt: skip
-            shutil.rmtree(path, ignore_errors=True)
+            _remove_leftover(path)
 
 
 def remove(folder: Path) -> None:
     """Remove a published folder; its name goes first, so that a kill leaves no half under it."""
     doomed = folder.with_name(f"{STAGING_PREFIX}removed-{folder.name}")
-    shutil.rmtree(doomed, ignore_errors=True)
+    _remove_leftover(doomed)
     if folder.exists():
         folder.rename(doomed)
-        shutil.rmtree(doomed)
+        doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed)
+
+
+def _remove_leftover(path: Path) -> None:
+    path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
 
 
 def _manifest(entries: dict[str, Any]) -> str:

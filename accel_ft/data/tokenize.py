@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 FORGOTTEN_SECONDS = 24 * 3600
 
-STORE_VERSION = 4  # of the layout above; part of the key
+STORE_VERSION = 5  # of the layout above; part of the key
 KEYS = {
     "text_column", "text_pair_column", "label_column", "problem_type", "label_separator",
     "max_seq_length",
@@ -114,9 +114,11 @@ def tokenize(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
     identity = [
         STORE_VERSION,
         source.fingerprint,
+        source.path and source.path.suffix,  # which says how it is read
         source.label_names,
         config.model_dump(mode="json", include=KEYS),
         tokenizer_fingerprint(tokenizer),
+        tokenizer.pad_token_id,
     ]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
     numbers = ".numbers" if config.problem_type == "regression" else ""  # a layout of its own
@@ -239,7 +241,8 @@ def token_ids(tokenizer: Any, texts: list[Text], max_seq_length: int) -> list[ND
     """Tokenise texts, or pairs of texts, cut at `max_seq_length` tokens, special tokens included.
 
     Returns:
-        int32 [T] each; of pairs, where the model wants token types, [2, T]: ids and types.
+        int32 [T] each; where the model wants token types, and they are not all 0, [2, T]: ids and
+        types.
     """
     return _arrays(_encode(tokenizer, texts, max_seq_length), tokenizer)
 
@@ -262,13 +265,23 @@ def _encode(tokenizer: Any, texts: list[Text], max_seq_length: int) -> Any:
             f"max_seq_length={max_seq_length}: {what} has {special} special tokens. "
             f"Allowed: more than {special}"
         )
+    cut = {"truncation": True, "max_length": max_seq_length}  # of a pair, the longer text first
     return tokenizer(
         *map(list, columns),
-        truncation=True,  # of a pair, the longer text first
-        max_length=max_seq_length,
+        **cut,
         return_attention_mask=False,
-        return_token_type_ids=are_pairs and "token_type_ids" in tokenizer.model_input_names,
+        return_token_type_ids="token_type_ids" in tokenizer.model_input_names
+        and (are_pairs or has_types_of_single_texts(tokenizer, **cut)),
     )
+
+
+def has_types_of_single_texts(tokenizer: Any, **cut: Any) -> bool:
+    """Whether one text alone has token types that are not all 0: XLNet's and Funnel's.
+
+    Args:
+        cut: how texts are cut elsewhere, which a tokenizer remembers for all its threads.
+    """
+    return any(tokenizer("", return_token_type_ids=True, **cut).get("token_type_ids", ()))
 
 
 def keep_no_truncation(tokenizer: Any) -> None:

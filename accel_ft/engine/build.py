@@ -166,6 +166,13 @@ def plain_model(
         problem_type=config.problem_type,
         thresholds=None,  # of another job's rows
     )
+    num_tokens = getattr(model_config.get_text_config(), "vocab_size", None)
+    if isinstance(num_tokens, int) and tokenizer.pad_token_id >= num_tokens:
+        raise ConfigError(
+            f"model_name_or_path={folder}: its tokenizer pads with token {tokenizer.pad_token_id}, "
+            f"its model knows {num_tokens}. Fix: model.resize_token_embeddings(len(tokenizer)), or "
+            "a pad token that the model knows; save both"
+        )
     model, drawn = load.load_for_training(folder, model_config, device)
     leave_out_the_rest(model)
     model.config.max_seq_length = config.max_seq_length  # as predict and evaluate take it

@@ -36,7 +36,8 @@ def measured_need(accelerator: Accelerator, model: Any, split: Split, pad: Paddi
     label = split.labels(np.zeros(1, np.int64))
 
     def loss(count: int) -> torch.Tensor:
-        batch = pad([text] * (count - 1) + [text[:1]])  # with padding: a mask needs memory, too
+        batch = pad([text] * count)
+        batch["attention_mask"][-1, 1:] = 0  # as padding is: a mask needs memory, too
         batch["labels"] = torch.from_numpy(np.repeat(label, count, axis=0))
         batch["weights"] = torch.ones(count)
         batch = {key: value.to(accelerator.device) for key, value in batch.items()}

@@ -147,7 +147,7 @@ def _nonfinite_places(run: Run, outcome: Outcome) -> tuple[NDArray[np.int64], li
     bad = [
         (places.tolist(), str(loss))
         for places, loss in zip(mine, _read(outcome)[:-1], strict=True)
-        if not math.isfinite(loss)
+        if len(places) and not math.isfinite(loss)  # filling has a weight of 0, and NaN x 0 is NaN
     ]
     told = [pair for rank in run.watch.tell(bad) for pair in rank]
     if not told:

@@ -251,12 +251,12 @@ class Run:
         what = ""
         if is_needed and not state.is_sound(self.watch, self.best_folder()):
             what = "whose checkpoint is gone or damaged"
-        elif metric != config.best_metric and not is_whole:
+        elif metric != config.best_rule and not is_whole:
             what = f"of {metric}"
-        elif metric != config.best_metric and config.load_best_model_at_end:
+        elif metric != config.best_rule and config.load_best_model_at_end:
             logger.warning(
                 "best stays that of %s: no update is left to choose one by %s",
-                metric, config.best_metric,
+                metric, config.best_rule,
             )  # fmt: skip
         elif rows not in (None, self.splits.validation.fingerprint()) and not self.is_over:
             what = "on other validation rows"
@@ -361,7 +361,7 @@ class Run:
         self.watch.stage("eval", can_save=True)
         scores = self.measure("eval", self.validation_loader, self.splits.validation)
         self.eval_is_due = False
-        metric, ahead = self.config.best_metric, math.inf
+        ahead = math.inf
         value = self.watch.tell(self.config.best_value(scores))[0]  # to the last bit on all ranks
         assert self.logits is not None
         if not (math.isfinite(value) and np.isfinite(self.logits).all()):
@@ -372,7 +372,7 @@ class Run:
         is_worse = is_counted and ahead <= self.config.early_stopping_threshold
         self.num_worse = self.num_worse + 1 if is_worse else 0
         if ahead > 0:
-            self.best = {"step": self.step, "metric": metric, "value": value}
+            self.best = {"step": self.step, "metric": self.config.best_rule, "value": value}
         return ahead > 0 and self.config.load_best_model_at_end
 
     def measure(self, name: str, loader: Any, split: Split, **about: int) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def _selection(config: TrainConfig) -> dict[str, Any]:
     picks = config.load_best_model_at_end or config.early_stopping_patience is not None
     return {
         "takes_best": config.load_best_model_at_end,
-        "metric": config.best_metric if picks else None,
+        "metric": config.best_rule if picks else None,
     }
 
 
@@ -97,7 +97,7 @@ def start_or_resume(run: Run) -> None:
     folder, is_others = state.find(run.watch, run.checkpoints, wanted), False
     has_ended = any(event["event"] == "end" for event in read_events(run.events.path))
     if folder is not None:
-        is_others = folder.resolve().parent != run.checkpoints.resolve()
+        is_others = folder.parent.resolve() != run.checkpoints.resolve()
         if is_others and (transaction.list_published(run.checkpoints) or has_ended):
             _checked_receipt(run)
         run.resume(folder)

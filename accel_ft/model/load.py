@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from accel_ft.data.tokenize import keep_no_truncation
+from accel_ft.data.tokenize import has_types_of_single_texts, keep_no_truncation
 from accel_ft.errors import CheckpointError, ConfigError, nearest
 from accel_ft.model.embedding import word_embedding
 from accel_ft.runtime.files import sha256
@@ -125,6 +125,12 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
             ) from error
         raise
     keep_no_truncation(tokenizer)
+    # Learned positions of a decoder (GPT-2) count padding on the left; XLNet's do not.
+    if not has_types_of_single_texts(tokenizer):
+        tokenizer.padding_side = "right"
+    # BART's and T5's heads want one end token a row, also where a text has its letters.
+    is_of_two_parts = getattr(load_model_config(folder, key), "is_encoder_decoder", False)
+    tokenizer.split_special_tokens = bool(is_of_two_parts)
     if len(tokenizer) <= len(set(tokenizer.all_special_tokens)) + 2:  # DeBERTa has two of its own
         raise ConfigError(
             f"{key}={folder}: its tokenizer knows no words, only {tokenizer.all_special_tokens}. "

@@ -121,7 +121,7 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a metrics.jsonl; a line cut short by a kill is passed over."""
     if not path.exists():
         return
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             yield json.loads(line)
         except json.JSONDecodeError:

@@ -136,6 +136,17 @@ def test_a_rollback_is_told_once(
     assert [event["update"] for event in nonfinite(tmp_path / "run")] == [SICK_STEP + 1]
 
 
+def test_filling_is_no_sample(words: list[str], tmp_path: Path) -> None:
+    """In a short batch some micro-batches are filling, whose NaN is of the weights."""
+    words += ["--per_device_train_batch_size", "1", "--global_batch_size", "9"]
+    words += ["--learning_rate", "1e30", "--warmup_steps", "0", "--oversampling", "balanced"]
+    with pytest.raises(UserError, match="update 12"):
+        train.main([*words, "--max_grad_norm", "0", "--on_nonfinite", "skip"])
+    told = [number for event in nonfinite(tmp_path / "run") for number in event["sample_ids"]]
+    assert len(told) > 20
+    assert {type(number) for number in told} == {int}
+
+
 def test_rollback_before_the_first_save_of_its_own(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,6 +379,30 @@ def test_a_changed_setting_is_refused_unless_allowed(
     train.main([*again, *more, "--allow_changed", "learning_rate,seed,global_batch_size"])
     told = "update 4 ended 0.67 epochs of the checkpoint's and is taken for 0.33 of this job's"
     assert told in capsys.readouterr().err
+
+
+def test_links_in_the_folder_of_a_run(words: list[str], tmp_path: Path) -> None:
+    """A model and a checkpoint that were moved to another disk, and linked."""
+    train.main(words)
+    run = tmp_path / "run"
+    for moved in (run / "model", run / "checkpoints/step_00000012"):
+        moved.rename(tmp_path / moved.name)
+        moved.symlink_to(tmp_path / moved.name)
+    train.main([*words, "--num_train_epochs", "3", *LATEST])
+    assert [e["step"] for e in events_of(run) if e["event"] == "resume"] == [12]
+    assert not (run / "model").is_symlink()
+    names = {path.name for path in (run / "checkpoints").iterdir()}
+    assert names >= {"step_00000018"}
+    assert not [name for name in names if name.startswith(".staging")]
+
+
+def test_bytes_that_are_no_text_at_the_end_of_the_log(words: list[str], tmp_path: Path) -> None:
+    """As a repaired file system leaves them."""
+    train.main(words)
+    log = tmp_path / "run/metrics.jsonl"
+    log.write_bytes(log.read_bytes() + b'{"event": "tr\xff\xfe')
+    train.main([*words, "--num_train_epochs", "3", *LATEST])
+    assert events_of(tmp_path / "run")[-1]["step"] == 18
 
 
 def test_a_damaged_checkpoint_that_is_asked_for_is_refused(

@@ -70,6 +70,24 @@ def test_another_metric_goes_on_where_the_last_one_stopped(
     assert [e["step"] for e in events_of(tmp_path / "run") if e["event"] == "eval"] == [1, 2, 3, 4]
 
 
+def test_the_other_end_of_a_metric_is_another_choice(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`greater_is_better` turned over at a resume: the best of before is the worst now."""
+    words += ["--eval_steps", "1", "--load_best_model_at_end", "--metric_for_best_model", "loss"]
+    with pytest.raises(RuntimeError):
+        stopped_at(7, words)
+    turned = [*words, "--greater_is_better", "true", *LATEST]
+    train.main(turned)
+    assert "best was that of loss: best starts anew" in capsys.readouterr().err
+    events = events_of(tmp_path / "run")
+    losses = {e["step"]: e["eval_loss"] for e in events if e["event"] == "eval"}
+    assert events[-1]["model_step"] == max(range(8, 13), key=losses.__getitem__)
+    train.main([*words, *LATEST])
+    told = capsys.readouterr().err
+    assert "chosen by loss, the highest; no update is left to choose one by loss" in told
+
+
 def test_a_finished_choice_is_measured_on_other_rows_and_not_made_anew(
     words: list[str], tmp_path: Path, rows_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

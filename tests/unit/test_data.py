@@ -114,9 +114,22 @@ def test_another_cut_or_tokenizer_is_another_store(
         store_of(rows_file, tok, cut).fingerprint for tok in (tokenizer, other) for cut in (8, 16)
     }
     assert len(prints) == 4
+    padded = load_tokenizer(str(tiny_model))
+    padded.pad_token = "[UNK]"  # which an empty text becomes, without special tokens
+    assert store_of(rows_file, padded).fingerprint != store_of(rows_file, tokenizer).fingerprint
     split = load_tokenizer(str(tiny_model))
     split.split_special_tokens = True  # a text's own "[SEP]" is no separator
     assert store_of(rows_file, split).fingerprint != store_of(rows_file, tokenizer).fingerprint
+
+
+def test_same_bytes_read_otherwise_are_another_store(tmp_path: Path, tokenizer) -> None:
+    """A csv and a tsv with other columns of the same names."""
+    rows = "text\tlabel\tq,text,label\nA\tl1\tz,B,l2\nC\tl3\tz,D,l4\n"
+    stores = []
+    for name in ("rows.csv", "rows.tsv"):
+        (tmp_path / name).write_text(rows)
+        stores.append(store_of(tmp_path / name, tokenizer).labels)
+    assert stores == [["l2", "l4"], ["l1", "l3"]]
 
 
 def test_a_slow_tokenizer_is_known_by_its_files() -> None:

@@ -1,0 +1,125 @@
+"""Models of other kinds than BERT: their padding, token types and end tokens."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from conftest import FILLING, WORDS, events_of, job_words
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast, pipeline
+
+from accel_ft import load_classifier, train
+from accel_ft.errors import ConfigError
+
+WORDS_OF_ALL = [*FILLING, *(word for group in WORDS.values() for word in group)]
+INPUTS = ["input_ids", "attention_mask"]
+
+
+def make(folder: Path, model: str, special: str, template: str = "", **settings: object) -> Path:
+    """Save a tiny model with random weights, and a tokenizer of whole words with `special` ones first."""
+    names = special.split()
+    words = {word: number for number, word in enumerate([*names, *WORDS_OF_ALL])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    if template:
+        pairs = [(name, number) for number, name in enumerate(names)]
+        backend.post_processor = processors.TemplateProcessing(
+            single=template, special_tokens=pairs
+        )
+    keys = {
+        "<pad>": "pad",
+        "<unk>": "unk",
+        "<cls>": "cls",
+        "<sep>": "sep",
+        "<s>": "bos",
+        "</s>": "eos",
+    }
+    tokens = {f"{keys[name]}_token": name for name in names if name in keys}
+    side = settings.pop("padding_side", "right")
+    types = ["token_type_ids"] * ("<cls>:2" in template)
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, padding_side=side, model_input_names=INPUTS + types, **tokens
+    ).save_pretrained(folder)
+    ids = {
+        f"{keys[name]}_token_id": words[name] for name in ("<pad>", "<s>", "</s>") if name in names
+    }
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{model}Config")(vocab_size=len(words), **ids, **settings)
+    getattr(transformers, f"{model}Model")(config).save_pretrained(folder)
+    return folder
+
+
+def bart(folder: Path) -> Path:
+    sizes = dict.fromkeys(("encoder_layers", "decoder_layers"), 1)
+    sizes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
+    sizes |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "d_model"), 32)
+    return make(
+        folder, "Bart", "<s> <pad> </s> <unk>", "<s> $A </s>", max_position_embeddings=64, **sizes
+    )
+
+
+def test_micro_batch_of_an_encoder_decoder_is_found(
+    tmp_path: Path, rows_file: Path, odd_file: Path
+) -> None:
+    """Its head wants one end token in each row, also of those that `auto` measures."""
+    words = job_words(bart(tmp_path / "bart"), rows_file, odd_file, tmp_path / "run")
+    train.main([*words, "--max_steps", "1", "--per_device_train_batch_size", "auto"])
+    assert events_of(tmp_path / "run")[-1]["event"] == "end"
+
+
+def test_end_token_within_a_text_of_an_encoder_decoder(
+    tmp_path: Path, rows_file: Path, odd_file: Path
+) -> None:
+    """Letters in a text: a second end token would stop the run where the row comes."""
+    rows = tmp_path / "rows.csv"
+    rows.write_text(rows_file.read_text() + '"was <s> 10 </s> 8",Business\n')
+    model = bart(tmp_path / "bart")
+    train.main([*job_words(model, rows, odd_file, tmp_path / "run"), "--preflight", "off"])
+    texts = ["a goal", "was <s> 10 </s> 8"]
+    assert len(load_classifier(tmp_path / "run").predict(texts)) == 2
+
+
+def test_decoder_whose_tokenizer_pads_on_the_left(
+    tmp_path: Path, rows_file: Path, odd_file: Path
+) -> None:
+    """GPT-2 counts its positions from the first place, padding or not: one curve none the less."""
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.2}
+    model = make(tmp_path / "gpt2", "GPT2", "</s> <unk>", padding_side="left", **sizes, **dropout)
+    curves = []
+    for size in ("8", "2"):
+        words = job_words(model, rows_file, odd_file, tmp_path / size)
+        train.main([*words, "--per_device_train_batch_size", size])
+        curves.append([e["loss"] for e in events_of(tmp_path / size) if e["event"] == "train"])
+    assert curves[0] == pytest.approx(curves[1], rel=2e-6)
+
+
+def test_types_of_single_texts(tmp_path: Path, rows_file: Path, odd_file: Path) -> None:
+    """XLNet's tokenizer gives its last token a type of its own, which the pipeline passes on."""
+    sizes = {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 32, "initializer_range": 0.2}
+    names, template = "<pad> <unk> <cls> <sep>", "$A:0 <sep>:0 <cls>:2"
+    model = make(
+        tmp_path / "xlnet", "XLNet", names, template, padding_side="left", **sizes, dropout=0.0
+    )
+    train.main(job_words(model, rows_file, odd_file, tmp_path / "run"))
+    texts = [line.rsplit(",", 1)[0].strip('"') for line in odd_file.read_text().splitlines()[1:]]
+    ours = load_classifier(tmp_path / "run").predict(texts)
+    theirs = pipeline("text-classification", model=str(tmp_path / "run/model"))(texts)
+    assert [row["label"] for row in ours] == [row["label"] for row in theirs]
+    scores = [row["score"] for row in theirs]
+    assert [row["score"] for row in ours] == pytest.approx(scores, abs=2e-6)
+
+
+def test_pad_token_that_the_model_does_not_know(
+    tmp_path: Path, rows_file: Path, odd_file: Path
+) -> None:
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    model = make(tmp_path / "gpt2", "GPT2", "</s> <unk>", **sizes)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(model)
+    known = json.loads((model / "config.json").read_text())["vocab_size"]
+    with pytest.raises(ConfigError, match=f"pads with token {known}, its model knows {known}. Fix"):
+        train.main(job_words(model, rows_file, odd_file, tmp_path / "run"))
