@@ -84,9 +84,10 @@ def run_command(main: Callable[[], None]) -> None:
     try:
         main()
         close_process_group()
+        if sys.stdout is not None:
+            sys.stdout.flush()  # output that is lost is a fault
     except (UserError, OSError) as error:
         if isinstance(error, BrokenPipeError):  # `... | head` closed our standard output
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
         preempted = isinstance(error, Preempted)
         words = str(error) if preempted else f"error: {error}"
@@ -106,6 +107,21 @@ def run_command(main: Callable[[], None]) -> None:
     except Exception:  # on other ranks mostly the echo of a fault of rank 0
         _let_rank_0_speak_first()
         raise
+    finally:
+        let_go_of_output()
+
+
+def let_go_of_output() -> None:
+    """Flush what was printed, and lose it where it has no place: Python, which flushes at its end,
+    would turn the exit code into 120.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            try:
+                stream.flush()
+            except (OSError, ValueError):
+                with contextlib.suppress(OSError, ValueError):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def close_process_group() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -76,6 +77,9 @@ def export(
         if settings.get("problem_type") is None and model_config.problem_type is not None:
             settings["problem_type"] = model_config.problem_type
         run = run_folder(checkpoint)
+        receipt = json.loads((run / "receipt.json").read_text("utf-8")) if run is not None else {}
+        if "commit" not in receipt.get("pretrained", {"commit"}):
+            settings.pop("model_name_or_path", None)  # a folder, whatever its name looks like
         ended = run is not None and Path(folder).resolve() == run / "model"  # no checkpoint's
         events = read_events(run / "metrics.jsonl") if run is not None and ended else []
         (staging / "README.md").write_text(

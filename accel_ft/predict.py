@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -137,24 +138,37 @@ class Predictor:
         scores = np.empty((len(texts), found.shape[1]))
         for share, values in enumerate(gather_object([found])):
             scores[by_length[share::num_ranks]] = values
+        sick = int((~np.isfinite(scores).all(axis=1)).sum())
+        if sick:
+            where = self.config.checkpoint
+            logger.warning("%s: the logits of %d texts are no numbers: null", where, sick)
         return scores
 
     def describe(self, scores: Any) -> dict[str, Any]:
         """Return what is written of one text's scores [C]."""
         names, best = self.classifier.label_names, int(scores.argmax())
         described: dict[str, Any] = {}
-        if self.classifier.problem_type == "multi_label_classification":
+        kind = self.classifier.problem_type
+        if not math.isfinite(scores.sum()):  # the largest of what are no numbers is the first one
+            keys = {"multi_label_classification": ("labels",), "regression": ("score",)}
+            described = dict.fromkeys(keys.get(kind, ("label", "score")))
+            return described | ({"scores": None} if self.config.all_scores else {})
+        if kind == "multi_label_classification":
             thresholds = self.classifier.thresholds
             chosen = scores >= (0.5 if thresholds is None else thresholds)
             described["labels"] = [name for name, is_so in zip(names, chosen, strict=True) if is_so]
-        elif self.classifier.problem_type == "single_label_classification":
+        elif kind == "single_label_classification":
             described["label"] = names[best]
-        several = self.classifier.problem_type == "regression" and len(names) > 1
+        several = kind == "regression" and len(names) > 1
+
+        def shortened(score: float) -> float:  # a float32 has nine digits
+            return float(f"{score:.9g}") if kind == "regression" else round(score, 6)
+
         if "labels" not in described and not several:
-            described["score"] = round(float(scores[best]), 6)
+            described["score"] = shortened(float(scores[best]))
         if self.config.all_scores or several:
             named = zip(names, scores.tolist(), strict=True)
-            described["scores"] = {label: round(score, 6) for label, score in named}
+            described["scores"] = {label: shortened(score) for label, score in named}
         return described
 
 
@@ -184,6 +198,8 @@ def _read_rows(config: PredictConfig) -> Iterator[tuple[str, Any, Text]]:
     from accel_ft.data.sources import check_columns, read_records, read_text
 
     path = str(config.input)
+    if path == "-" and sys.stdin is None:
+        raise ConfigError("input=-: standard input is closed")
     kind = config.input_format if config.input_format != "auto" else _guess_format(path)
     if kind == "lines":
         config = config.resolved(text_column="text")
@@ -206,8 +222,9 @@ def _guess_format(path: str) -> str:
     suffix = Path(path).suffix.lower().removeprefix(".")
     if path == "-":
         standard_input: Any = sys.stdin.buffer
-        start = standard_input.peek(64).removeprefix(BOM_UTF8).strip()
-        if start == b"[":  # what comes after it is on its way
+        seen = standard_input.peek(64)
+        start = seen.removeprefix(BOM_UTF8).strip()
+        if start == b"[" or (seen and not start):  # what comes after it is on its way
             raise ConfigError("input=-: lines, or JSON? Fix: --input_format lines, or json")
         is_list = re.match(rb"\[\s*\{", start) is not None
         return "json" if is_list else "jsonl" if start[:1] == b"{" else "lines"
@@ -223,6 +240,8 @@ def _guess_format(path: str) -> str:
 @contextmanager
 def _open_output(path: str) -> Iterator[Any]:
     """Standard output, or a file that takes its name when it is complete."""
+    if path == "-" and sys.stdout is None:
+        raise ConfigError("output=-: standard output is closed. Fix: --output FILE")
     place = Path(path)
     in_place = place.exists() and not (place.is_file() and os.access(place.parent, os.W_OK))
     how: Any = {"encoding": "utf-8", "errors": "backslashreplace"}  # JSON's own way, of half a pair

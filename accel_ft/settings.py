@@ -20,8 +20,8 @@ LAUNCH_OPTIONS = (
     "dynamo_backend", "main_process_port", "use_fsdp", "gpu_ids",
 )  # fmt: skip
 ELSEWHERE = dict.fromkeys(LAUNCH_OPTIONS, "It is one of `accelerate launch`, before -m") | {
-    "bf16": "Fix: --mixed_precision bf16 before -m, or accelerate's YAML",
-    "fp16": "Fix: --mixed_precision fp16 before -m, or accelerate's YAML",
+    "bf16": "Fix: --mixed_precision bf16 before -m, or accelerate's YAML; for false leave it out",
+    "fp16": "Fix: --mixed_precision fp16 before -m, or accelerate's YAML; for false leave it out",
     "torch_compile": "Fix: --dynamo_backend inductor before -m, or accelerate's YAML",
     "eval_strategy": "Fix: eval_steps; left out, it is each epoch",
     "evaluation_strategy": "Fix: eval_steps; left out, it is each epoch",
@@ -32,6 +32,12 @@ ELSEWHERE = dict.fromkeys(LAUNCH_OPTIONS, "It is one of `accelerate launch`, bef
     "warmup_ratio": "Fix: warmup_steps below 1 is a share of all updates",
     "train_sampling_strategy": "Rows of like length always come together",
     "optim": "It is AdamW, fused where it can be",
+    "adam_beta1": "It is 0.9",
+    "adam_beta2": "It is 0.999",
+    "adam_epsilon": "It is 1e-8",
+    "logging_dir": "Fix: leave it out; trackers' files lie in output_dir",
+    "dataloader_pin_memory": "Fix: leave it out; it is so on a GPU",
+    "num_labels": "Fix: leave it out; the rows say how many",
 }
 GROUPS = {  # of --help, by the key that each begins with
     "dataset_name": "rows",

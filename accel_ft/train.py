@@ -5,7 +5,7 @@ accelerate launch --config_file STRATEGY.yaml -m accel_ft.train --config JOB.yam
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -17,6 +17,7 @@ from accel_ft.errors import (
     Preempted,
     RankError,
     UserError,
+    let_go_of_output,
     require,
     run_command,
 )
@@ -68,8 +69,8 @@ def fit(config: TrainConfig) -> None:
     )
     rank, is_main = accelerator.process_index, accelerator.is_main_process
     setup_logging(rank)
-    config.output_dir.mkdir(parents=True, exist_ok=True)
     ranks = config.output_dir / "ranks"
+    _make_folder(config, ranks)
     with (
         _own(config, ranks / "lock") if is_main else nullcontext(),
         Watch(ranks, rank, accelerator.num_processes, config.ddp_timeout, DOCTOR) as watch,
@@ -99,7 +100,17 @@ def fit(config: TrainConfig) -> None:
             _describe(config, run.splits.label_names, events)
         watch.wait()
     if is_main:
-        _say_farewell(config, events)
+        _finish(config, events)
+
+
+def _make_folder(config: TrainConfig, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(
+            f"output_dir={config.output_dir}: cannot be written to: {why}. Fix: another output_dir"
+        ) from error
 
 
 @contextmanager
@@ -147,9 +158,25 @@ def _describe(config: TrainConfig, label_names: list[str], events: list[dict[str
     write_whole(config.output_dir / "model" / "README.md", card)
 
 
+def _finish(config: TrainConfig, events: list[dict[str, Any]]) -> None:
+    """Say where all is; push and compare where that is asked for."""
+    with suppress(BrokenPipeError):  # nobody listens, and all is done
+        _say_farewell(config, events)
+    let_go_of_output()
+    model = config.output_dir / "model"
+    if config.push_to_hub and model.is_dir():
+        from accel_ft.runtime.card import push
+
+        print(f"pushed: {push(model, config.repo_id(config.output_dir))}")
+    if config.reproduce is not None:
+        _compare(config.reproduce, config.output_dir)
+
+
 def _say_farewell(config: TrainConfig, events: list[dict[str, Any]]) -> None:
-    """Print the main metric and where all is; push and compare where that is asked for."""
+    """Print the main metric and where all is."""
     metric = METRICS[config.problem_type][0]
+    if config.best_metric in METRICS[config.problem_type]:
+        metric = config.best_metric
     tuned = " (thresholds are tuned on them)" * ("multi_label" in config.problem_type)
     print(f"{metric} on the validation rows: {events[-1][f'eval_{metric}']:.4f}{tuned}")
     for event in events:
@@ -166,12 +193,6 @@ def _say_farewell(config: TrainConfig, events: list[dict[str, Any]]) -> None:
         print(f"report: {report}")
     pair = ' --text_pair "..."' if config.text_pair_column is not None else ""
     print(f'predict: python -m accel_ft.predict --checkpoint {place} --text "..."{pair}')
-    if config.push_to_hub:
-        from accel_ft.runtime.card import push
-
-        print(f"pushed: {push(model, config.repo_id(config.output_dir))}")
-    if config.reproduce is not None:
-        _compare(config.reproduce, config.output_dir)
 
 
 def _compare(first: Path, again: Path) -> None:

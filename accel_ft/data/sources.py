@@ -356,6 +356,10 @@ def check_columns(name: str, record: dict[str, Any], config: Config) -> None:
         for key, column in wanted.items()
         if column is not None and column not in record
     ]
+    if faults and len(record) == 1 and (signs := {";", "\t", "|"} & set(next(iter(record)))):
+        faults.append(
+            f"its one column has {signs.pop()!r} in its name: a csv has commas, a tsv tabs"
+        )
     if faults:
         raise DataError("\n  ".join(faults))
 

@@ -5,6 +5,7 @@ cut off and a `max_train_samples` draw cost no memory, and are the same rows in 
 """
 
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ VALIDATION_MAX = 2000
 FEW_ROWS = 100
 COMPARED_TEXTS = 1_000_000
 SPLIT_KEY = combine_key(0xACCE1F7)  # fixed: other seeds train on the same rows
+DECIMAL = re.compile(r"-?\d*\.\d+")
 
 
 class Split:
@@ -222,7 +224,14 @@ def count_shared_texts(train: Split, other: Split) -> int:
 
 
 def _warn_of_look_alikes(names: list[str]) -> None:
-    """Warn of labels that differ in case or spaces only: probably one label."""
+    """Warn of labels that differ in case or spaces only, probably one label, and of numbers with
+    fractions, probably no labels.
+    """
+    if all(map(DECIMAL.fullmatch, names)) and not all(float(name).is_integer() for name in names):
+        logger.warning(
+            "the labels are numbers (%s, ...), and each is a class of its own. Fix, if they are "
+            "amounts: --problem_type regression", names[0],
+        )  # fmt: skip
     seen: dict[str, str] = {}
     for name in names:
         twin = seen.setdefault(" ".join(name.casefold().split()), name)

@@ -138,7 +138,8 @@ def _number(value: Any) -> str | None:
 
 
 MEANT = {
-    "single_label_classification": "a text or an integer",
+    "single_label_classification": "a text or an integer (numbers with fractions want "
+    "--problem_type regression, lists multi_label_classification)",
     "multi_label_classification": "a list of different labels (jsonl, json, parquet), or text with "
     "label_separator",
     "regression": "a finite number",

@@ -28,6 +28,11 @@ def differences(one: Record, other: Record) -> Iterator[Difference]:
         if first[key] != second[key] and max(len(first[key]), len(second[key])) > 1:
             yield f"{key}, over all starts", first[key], second[key]
     yield from curves(one, other)
+    if not shared(one, other):
+        yield "train events, none of the same updates", len(one.of("train")), len(other.of("train"))
+    ended = bool(one.of("end")), bool(other.of("end"))
+    if ended[0] != ended[1]:
+        yield "reached its end", *ended
 
 
 def _over_starts(starts: list[dict[str, Any]]) -> dict[str, list[Any]]:

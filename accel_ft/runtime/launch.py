@@ -10,6 +10,7 @@ import contextlib
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -58,17 +59,19 @@ def read_request() -> Request:
     """Find what was asked for: in the launcher's command line, else in the environment."""
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     world_size = os.environ.get("WORLD_SIZE")
-    words = _launcher_words()
-    if words is None:
+    launcher = _launcher_words()
+    if launcher is None:
         asked_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or None
         kind = "FSDP" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else "NO"
         return Request(
             ENVIRONMENT, int(world_size) if world_size else None, asked_cpu, kind, precision
         )
+    words, folder = launcher
     args = launch_command_parser().parse_args(words)
     has_default = os.path.isfile(default_config_file) and not args.cpu  # as the launcher takes it
     file = args.config_file or (default_config_file if has_default else None)
-    yaml: Any = load_config_from_file(file) if file else None
+    place = Path(folder, Path(file).expanduser()) if file else None
+    yaml: Any = load_config_from_file(str(place)) if place else None
     words_say = "FSDP" if args.use_fsdp else "MULTI_GPU" if args.multi_gpu else None
     asked_precision = args.mixed_precision or (yaml and yaml.mixed_precision)
     return Request(
@@ -80,21 +83,22 @@ def read_request() -> Request:
     )
 
 
-def _launcher_words() -> list[str] | None:
-    """The words after `accelerate launch` (or `accelerate-launch`) of the nearest such parent."""
+def _launcher_words() -> tuple[list[str], str] | None:
+    """The words after `accelerate launch` of the nearest such parent, and the folder it is in."""
     with contextlib.suppress(psutil.Error):
         for parent in psutil.Process().parents():
             with contextlib.suppress(psutil.Error):
                 if (found := launcher_words(parent.cmdline())) is not None:
-                    return found
+                    return found, parent.cwd()
     return None
 
 
 def launcher_words(command: list[str]) -> list[str] | None:
     """Return the words after `accelerate launch` in a process's command line, None in another."""
-    for place, word in enumerate(command[:4]):
+    for place, word in enumerate(command):
         name = os.path.basename(word)
-        if name == "accelerate" and command[place + 1 : place + 2] == ["launch"]:
+        is_program = name == "accelerate" or word == "accelerate.commands.accelerate_cli"
+        if is_program and command[place + 1 : place + 2] == ["launch"]:
             return command[place + 2 :]
         if name == "accelerate-launch" or word == "accelerate.commands.launch":
             return command[place + 1 :]

@@ -44,7 +44,7 @@ class Trackers:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
-        self.failed = False
+        self.failed: set[str] = set()
 
     def start(self, config: TrainConfig, step: int) -> None:
         """Open them, to go on from update `step`."""
@@ -83,14 +83,15 @@ class Trackers:
             for key, value in values.items()
             if isinstance(value, int | float)
         }
-        if not numbers or not self.accelerator.trackers:
+        if not numbers:
             return
-        try:
-            self.accelerator.log(numbers, step=step)
-        except Exception as error:
-            if not self.failed:
-                logger.warning("a tracker failed, metrics.jsonl goes on: %r", error)
-            self.failed = True
+        for tracker in self.accelerator.trackers:  # `Accelerator.log` ends at the first that fails
+            try:
+                tracker.log(numbers, step=step)
+            except Exception as error:
+                if tracker.name not in self.failed:
+                    logger.warning("%s failed, metrics.jsonl goes on: %r", tracker.name, error)
+                self.failed.add(tracker.name)
 
     def close(self) -> None:
         """Close them; `Accelerator.end_training` would close the process group as well."""

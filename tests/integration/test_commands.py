@@ -79,6 +79,11 @@ FAULTS = {
     "unknown label": ([], "text,label\na goal,Sport\n", "line 2: label 'Sport' is none of these"),
     "empty file": ([], "", "is empty"),
     "no rows": ([], "text,label\n", "has no rows"),
+    "no folder": (
+        ["--output_dir", "/proc/run"],
+        None,
+        "output_dir=/proc/run: cannot be written to",
+    ),
     "missing model": (
         ["--model_name_or_path", "./no-model"],
         None,
@@ -261,3 +266,54 @@ def test_quickstart(tmp_path: Path) -> None:
     assert [line.split()[0] for line in shown] == ["Sports", "Business"]
     again = run("python", *words, env=environment)
     assert "is finished: nothing to do" in again.stderr
+
+
+ENDS = {"print('done')": 0, "raise UserError('no')": 2, "raise Preempted('saved')": 75}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("full", ["stdout", "stderr"])
+def test_the_exit_code_outlives_the_output(end: str, full: str) -> None:
+    """A full disk behind it: Python's own end would turn any code into 120."""
+    program = f"from accel_ft.errors import *\nfrom accel_ft import errors\ndef main(): {end}\n"
+    program += "Preempted = errors.Preempted\nerrors.run_command(main)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
+    with open("/dev/full", "w") as sink:
+        streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, full: sink}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, check=False, timeout=60, **streams
+        )
+    is_lost = full == "stdout" and "print" in end  # which is a fault of its own
+    assert done.returncode == (2 if is_lost else ENDS[end])
+
+
+def test_a_run_ends_well_where_nobody_listens(
+    tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path
+) -> None:
+    """`train ... | true`: all is done when the pipe is found closed."""
+    words = job_words(tiny_model, rows_file, odd_file, tmp_path / "run")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "accel_ft.train", *map(str, words), "--max_steps", "1"],
+        env=environment, stdout=writer, check=False, timeout=120, cwd=ROOT,
+    )  # fmt: skip
+    os.close(writer)
+    assert done.returncode == 0
+
+
+def test_a_model_whose_logits_are_no_numbers_gives_no_label(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The largest of what are no numbers is the first label's."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=3)
+    model.classifier.bias.data.fill_(float("nan"))
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path)
+    predict.main(["--checkpoint", str(tmp_path), "--text", "a goal", "--all_scores"])
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"line": 1, "label": None, "score": None, "scores": None}
+    assert "the logits of 1 texts are no numbers" in printed.err

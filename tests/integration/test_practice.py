@@ -487,6 +487,11 @@ def test_onnx_of_other_kinds(
     config = BartConfig(vocab_size=60, d_model=16, eos_token_id=3, pad_token_id=0, **layers)
     model, tokenizer = BartForSequenceClassification(config).eval(), load_tokenizer(str(tiny_model))
     assert write_onnx(model, tokenizer, tmp_path) < 1e-4
+    with monkeypatch.context() as patch:
+        nothing = [np.full((1, 1), np.nan, np.float32)]
+        patch.setattr("onnxruntime.InferenceSession.run", lambda *_: nothing)
+        with pytest.raises(UserError, match="its logits differ by nan from the model's"):
+            write_onnx(model, tokenizer, tmp_path)
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no such operator\nfile an issue")
@@ -589,6 +594,21 @@ def test_folders_without_a_name(
     monkeypatch.chdir(tmp_path / "new")
     export.main(["--checkpoint", "../run", "--output", "."])
     assert (tmp_path / "new/model.safetensors").is_file()
+
+
+def test_a_folder_is_no_model_of_the_hub_from_elsewhere(
+    words: list[str], tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name would do for one where it is not at hand."""
+    from accel_ft import export
+
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_model, "nets/tiny")
+    train.main([*words, "--model_name_or_path", "nets/tiny", "--max_steps", "1"])
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    export.main(["--checkpoint", str(tmp_path / "run"), "--output", "out"])
+    assert "base_model" not in Path("out/README.md").read_text()
 
 
 def test_export_of_a_sharded_classifier(words: list[str], tmp_path: Path) -> None:

@@ -189,6 +189,16 @@ def test_a_run_is_reproduced(
     assert "reproduced: 12 train events, bit for bit" in capsys.readouterr().out
     report.main(["--diff", str(tmp_path / "run"), str(tmp_path / "run_again")])
     assert capsys.readouterr().out == "they do not differ\n"
+    log = tmp_path / "run_again/metrics.jsonl"
+    logged = log.read_text()
+    for kept, words_of_it in (
+        (3, "reached its end: True | False\n"),
+        (0, "of the same updates: 12 |"),
+    ):
+        log.write_text("".join(logged.splitlines(keepends=True)[:kept]))
+        report.main(["--diff", str(tmp_path / "run"), str(tmp_path / "run_again")])
+        assert words_of_it in capsys.readouterr().out
+    log.write_text(logged)
     with pytest.raises(UserError, match="not reproduced") as caught:
         train.main(
             [

@@ -88,6 +88,14 @@ def test_the_other_end_of_a_metric_is_another_choice(
     assert "chosen by loss, the highest; no update is left to choose one by loss" in told
 
 
+def test_the_metric_that_is_chosen_by_is_the_one_that_is_said(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train.main([*words, "--metric_for_best_model", "f1_macro", "--load_best_model_at_end"])
+    value = events_of(tmp_path / "run")[-1]["eval_f1_macro"]
+    assert f"f1_macro on the validation rows: {value:.4f}\n" in capsys.readouterr().out
+
+
 def test_a_finished_choice_is_measured_on_other_rows_and_not_made_anew(
     words: list[str], tmp_path: Path, rows_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,12 +3,14 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import cut_off, events_of
 
 from accel_ft import train
 from accel_ft.errors import ConfigError
+from accel_ft.runtime.trackers import Trackers
 
 
 def test_tensorboard_reads_what_was_logged(words: list[str], tmp_path: Path) -> None:
@@ -89,17 +91,36 @@ def test_a_tracker_that_is_not_there(words: list[str], monkeypatch: pytest.Monke
 
 
 def test_a_tracker_that_fails_ends_nothing(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from accelerate import Accelerator
+    """Nor does it keep the events from those after it."""
+    from accelerate.tracking import TensorBoardTracker
 
-    def fail(self: Accelerator, *_: object, **__: object) -> None:
-        raise OSError("the service is down")
+    heard: list[int] = []
 
-    monkeypatch.setattr(Accelerator, "log", fail)
+    class Deaf(TensorBoardTracker):
+        name = "deaf"
+
+        def log(self, *_: object, **__: object) -> None:
+            raise OSError("the service is down")
+
     pytest.importorskip("tensorboard")
+    start = Trackers.start
+
+    def start_both(self: Trackers, *args: Any) -> None:
+        start(self, *args)
+        (healthy,) = self.accelerator.trackers
+        self.accelerator.trackers.insert(0, Deaf("deaf", tmp_path))
+        monkeypatch.setattr(healthy, "log", lambda values, step: heard.append(step))
+
+    monkeypatch.setattr(Trackers, "start", start_both)
     train.main([*words, "--report_to", "tensorboard"])
     assert events_of(tmp_path / "run")[-1]["event"] == "end"
+    assert set(heard) == set(range(1, 13))
+    assert capsys.readouterr().err.count("deaf failed, metrics.jsonl goes on") == 1
 
 
 def test_a_model_of_the_hub(words: list[str], tmp_path: Path, tiny_model: Path) -> None:

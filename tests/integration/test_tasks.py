@@ -442,3 +442,15 @@ def test_token_types(tmp_path: Path, tiny_model: Path) -> None:
         load_tokenizer(str(tiny_model)),
     )
     assert plain.tokens(0).ndim == 1
+
+
+def test_amounts_that_are_taken_for_labels_are_told(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.csv"
+    rows.write_text("text,label\n" + "".join(f"row {n},{n % 3 / 2}\n" for n in range(40)))
+    for name in ("train", "validation", "test"):
+        words += [f"--{name}_file", str(rows)]
+    train.main([*words, "--max_steps", "1"])
+    told = capsys.readouterr().err
+    assert "the labels are numbers (0.0, ...), and each is a class of its own. Fix" in told

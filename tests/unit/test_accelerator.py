@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DistributedType
+from conftest import ROOT
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
@@ -62,11 +63,39 @@ def test_the_launchers_own_file_does_not_count_under_cpu(
                        "num_processes: 2\nmixed_precision: bf16\nuse_cpu: true\n")  # fmt: skip
     monkeypatch.setattr(launch, "default_config_file", str(default))
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(default))
-    monkeypatch.setattr(launch, "_launcher_words", lambda: ["-m", "accel_ft.train"])
+    monkeypatch.setattr(launch, "_launcher_words", lambda: (["-m", "accel_ft.train"], "/"))
     assert launch.read_request().num_processes == 2
-    monkeypatch.setattr(launch, "_launcher_words", lambda: ["--cpu", "-m", "accel_ft.train"])
+    monkeypatch.setattr(launch, "_launcher_words", lambda: (["--cpu", "-m", "accel_ft.train"], "/"))
     request = launch.read_request()
     assert (request.num_processes, request.mixed_precision) == (None, "no")
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "/usr/bin/python /venv/bin/accelerate launch",
+        "/venv/bin/accelerate-launch",
+        "python -m accelerate.commands.launch",
+        "python -X faulthandler -W ignore -m accelerate.commands.launch",
+        "python -m accelerate.commands.accelerate_cli launch",
+        "timeout -k 5 60 nice -n 5 accelerate launch",
+    ],
+)
+def test_the_launcher_is_known_however_it_is_started(start: str) -> None:
+    words = ["--config_file", "mine.yaml", "-m", "accel_ft.train"]
+    assert launch.launcher_words([*start.split(), *words]) == words
+    assert launch.launcher_words(["python", "-m", "accel_ft.train", *words[:2]]) is None
+
+
+def test_the_launchers_file_is_named_from_where_it_was_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A program may change its folder between two calls."""
+    (tmp_path / "mine.yaml").write_text((ROOT / "accelerate_configs/cpu_ddp.yaml").read_text())
+    words = ["--config_file", "mine.yaml", "-m", "accel_ft.train"]
+    monkeypatch.setattr(launch, "_launcher_words", lambda: (words, str(tmp_path)))
+    request = launch.read_request()
+    assert (request.source, request.num_processes) == ("mine.yaml", 2)
 
 
 def test_a_container_has_less_than_its_machine(tmp_path: Path) -> None:
