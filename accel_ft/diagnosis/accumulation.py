@@ -17,12 +17,20 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from accel_ft.diagnosis.finding import Finding, failed, listed, passed, skipped, warned
-from accel_ft.diagnosis.gradients import gradients_of
+from accel_ft.diagnosis.finding import (
+    Finding,
+    failed,
+    listed,
+    num_ranks,
+    passed,
+    skipped,
+    warned,
+)
+from accel_ft.diagnosis.gradients import gradients_of, whole
 
 Update = list[str]
 BACKWARD, REDUCE, STEP, SCHEDULE = "backward", "reduce", "step", "schedule"
-LEFT = "left"
+LEFT, WITHIN = "left", "step within the backward pass"
 
 
 class _Recorder:
@@ -31,6 +39,7 @@ class _Recorder:
     def __init__(self) -> None:
         self.events: list[str] = []
         self.depth = 0
+        self.outermost: Callable[..., None] = self.backward
         self.stepped: list[torch.optim.Optimizer] = []
         self.used: dict[torch.optim.Optimizer, list[tuple[Any, Any, int]]] = {}
         self.added: set[torch.optim.Optimizer] = set()
@@ -61,6 +70,9 @@ class _Recorder:
         """Note a call that begins, where it is an outermost one."""
         if self.depth == 0:
             note(*args)
+            self.outermost = note
+        elif note == self.step and self.outermost == self.backward:
+            self.events.append(WITHIN)
         self.depth += 1
 
     def leave(self, *_: Any) -> None:
@@ -176,7 +188,15 @@ def blocks(events: Sequence[str]) -> tuple[list[Update], Update]:
     return updates, rest
 
 
-def accumulation_calls(events: Sequence[str], accumulation_steps: int) -> Finding:
+PREPARED = (
+    "step it once after each optimizer step; one that Accelerate has prepared is stepped once for "
+    "each rank: count its steps over all ranks (before prepare), or leave it out of prepare()"
+)
+
+
+def accumulation_calls(  # noqa: PLR0911
+    events: Sequence[str], accumulation_steps: int
+) -> Finding:
     """Judge what `recording` wrote down over one epoch.
 
     Args:
@@ -185,6 +205,8 @@ def accumulation_calls(events: Sequence[str], accumulation_steps: int) -> Findin
     """
     check = "accumulation"
     updates, rest = blocks(events)
+    if WITHIN in events:
+        return skipped(check, f"{events.count(WITHIN)} steps within the backward pass")
     if not updates:
         return failed(check, f"no step in {len(events)} calls", "call optimizer.step()")
     counts = [update.count(BACKWARD) for update in updates]
@@ -224,11 +246,12 @@ def accumulation_calls(events: Sequence[str], accumulation_steps: int) -> Findin
         (
             schedules > 1,
             f"the scheduler is stepped {schedules} times an update",
-            "step it once after each optimizer step; one that Accelerate has prepared is stepped "
-            "num_processes times: leave it out of prepare(), or count its steps so",
+            PREPARED,
         ),
     )
     for is_so, measured, mend in faults:
+        if is_so and mend is PREPARED and schedules == num_ranks():
+            return warned(check, f"{measured}, once for each rank", mend)
         if is_so:
             return failed(check, measured, mend)
     sums = [update.count(REDUCE) for update in updates]
@@ -254,7 +277,8 @@ def accumulated_gradient(
     whole_batch: Callable[[], Any],
     tolerance: float = 1e-3,
 ) -> Finding:
-    """Compare the gradient of k micro-batches with that of the same samples at once.
+    """Compare the gradient of k micro-batches with that of the same samples at once. Collective
+    where FSDP2 has sharded it.
 
     Args:
         model: without dropout (`model.eval()` will do).
@@ -263,12 +287,12 @@ def accumulated_gradient(
         tolerance: relative; float32 sums in another order differ by about 1e-6, bf16 by 1e-2.
     """
     check = "accumulated gradient"
-    ours, whole = gradients_of(model, micro_batches), gradients_of(model, whole_batch)
+    ours, theirs = gradients_of(model, micro_batches), gradients_of(model, whole_batch)
     aa, ab, bb = torch.zeros(3, dtype=torch.float64)
-    for name in whole | ours:  # one after the other: all at once would be four times the model
+    for name in theirs | ours:  # one after the other: all at once would be four times the model
         a, b = (
-            gradients[name].to_dense().flatten().double().cpu() if name in gradients else None
-            for gradients in (ours, whole)
+            whole(each[name]).to_dense().flatten().double().cpu() if name in each else None
+            for each in (ours, theirs)
         )
         aa, bb = aa + (0 if a is None else a @ a), bb + (0 if b is None else b @ b)
         ab += 0 if a is None or b is None else a @ b

@@ -1,23 +1,72 @@
-"""Gradients of a piece of somebody's program, without leaving a trace in it."""
+"""Pieces of somebody's program, run without leaving a trace in it."""
 
-from collections.abc import Callable
+import contextlib
+import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 Gradients = dict[str, torch.Tensor]
 
 
+@contextlib.contextmanager
+def own_random_numbers() -> Iterator[None]:
+    """Put the random numbers of Python, numpy and torch back as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def reshard(model: nn.Module) -> None:
+    """Have the model name its own parameters: after a forward pass FSDP2's root has others, which
+    it has gathered, and whose gradients are not those that the optimizer sees.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of which each rank may hold a share; then it is collective."""
+    full: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Put gradients, buffers and random numbers back as they were."""
+    reshard(model)
+    gradients = [(p, p.grad) for p in model.parameters()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with own_random_numbers():
+        try:
+            yield
+        finally:
+            reshard(model)
+            for p, gradient in gradients:
+                p.grad = gradient
+            for buffer, before in buffers:
+                if not torch.equal(buffer, before):
+                    buffer.detach().copy_(before)
+
+
 def gradients_of(model: nn.Module, run: Callable[[], Any]) -> Gradients:
-    """Return the gradients that `run` leaves, from none, by name; the model's own come back."""
-    kept = {name: p.grad for name, p in model.named_parameters()}
-    try:
+    """Return the gradients that `run` leaves, from none, by name; of what FSDP2 has sharded, this
+    rank's share.
+    """
+    with untouched(model):
         for p in model.parameters():
             p.grad = None
         run()
+        reshard(model)
         named = model.named_parameters()
         return {name: p.grad.detach() for name, p in named if p.grad is not None}
-    finally:
-        for name, p in model.named_parameters():
-            p.grad = kept[name]

@@ -380,6 +380,8 @@ def _loader_speed(run: Run, model: nn.Module) -> Finding:
 
 def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
     """The beginnings of some rows by heart, no two of them alike: on this process alone."""
+    is_part = run.config.freeze is not None or run.config.lora_r is not None
+    yield learning.usual_rate(run.config.learning_rate, 1.0 if is_part else None)
     if run.accelerator.mixed_precision == "fp16":
         yield skipped("overfits", FP16)
         return
@@ -412,6 +414,9 @@ def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
     yield learning.overfits(step, goal=0.1 if one_label else None)
     if not one_label:
         yield skipped("predictions", f"{run.config.problem_type}: none is a class")
+        return
+    if bool((batch["labels"] == batch["labels"][0]).all()):
+        yield skipped("predictions", "the rows that were learnt have one label")
         return
     with torch.no_grad(), run.accelerator.autocast():
         yield learning.varied_predictions(forward(model, batch))

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from accel_ft.diagnosis.finding import Finding, failed, listed, passed, skipped, warned
+from accel_ft.diagnosis.gradients import whole
 
 ENOUGH_UPDATES = 20  # to tell a loss that does not fall
 FALLING = 0.9
+LOWEST_RATE, HIGHEST_RATE = 1e-7, 1e-2
 
 
 def initial_loss(loss: float, num_labels: int, is_fresh: bool = True) -> Finding:
@@ -36,14 +38,31 @@ def initial_loss(loss: float, num_labels: int, is_fresh: bool = True) -> Finding
     return passed(check, about)
 
 
+def usual_rate(learning_rate: float, highest: float | None = None) -> Finding:
+    """Compare a learning rate of AdamW with those that models are fine-tuned at.
+
+    Args:
+        learning_rate: at its peak.
+        highest: a new head on a frozen encoder, or adapters, bear more than a whole model.
+    """
+    check, highest = "learning rate", highest or HIGHEST_RATE
+    if LOWEST_RATE <= learning_rate <= highest:
+        return passed(check, f"{learning_rate:g}")
+    about = f"{learning_rate:g} is not between {LOWEST_RATE:g} and {highest:g}"
+    return warned(check, about, "2e-5 to 1e-4 for a whole encoder, 1e-3 for adapters or a head")
+
+
 def gradient_norms(model: nn.Module) -> Finding:
     """Look at the gradients that a backward pass has left: finite, and not all zero.
 
-    peft's adapters begin with one factor at zero, so that the other's (lora_A) is zero at first.
+    Adapters (lora_A, lora_B) begin with one factor at zero, so that the other's is zero at first.
+    Collective where FSDP2 has sharded them.
     """
     check = "gradient norms"
     norms = {
-        n: float(p.grad.float().norm()) for n, p in model.named_parameters() if p.grad is not None
+        n: float(whole(p.grad).float().norm())
+        for n, p in model.named_parameters()
+        if p.grad is not None
     }
     if not norms:
         return failed(check, "no parameter has a gradient", "loss.backward(), requires_grad")
@@ -52,7 +71,7 @@ def gradient_norms(model: nn.Module) -> Finding:
         return failed(
             check, f"not finite: {listed(sick)}", "see the inputs, the precision, the rate"
         )
-    still = [name for name, norm in norms.items() if norm == 0.0 and ".lora_A." not in name]
+    still = [name for name, norm in norms.items() if norm == 0.0 and "lora_" not in name]
     total = math.sqrt(sum(norm**2 for norm in norms.values()))
     if total == 0.0:
         return failed(check, "all are zero", "the loss does not depend on the weights")
@@ -114,6 +133,8 @@ def varied_predictions(logits: torch.Tensor) -> Finding:
         logits: [n, C].
     """
     check = "predictions"
+    if logits.shape[-1] == 1:
+        return skipped(check, "one logit: there are no classes to count")
     counts = torch.bincount(logits.argmax(-1).flatten().cpu(), minlength=logits.shape[-1])
     about = f"of {len(logits)} rows by class: {counts.tolist()}"
     if not torch.isfinite(logits).all():

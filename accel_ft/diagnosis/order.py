@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_ft.diagnosis.finding import Finding, failed, gather, listed, passed, skipped, warned
+from accel_ft.diagnosis.gradients import reshard
 
 SPREAD_SECONDS = 5.0
 
@@ -62,6 +63,7 @@ def optimizer_holds_model(model: nn.Module, *optimizers: torch.optim.Optimizer) 
         FAIL where they hold tensors the model does not have, WARN where trainable ones are in none.
     """
     check = "optimizer's parameters"
+    reshard(model)
     own = {id(p) for p in model.parameters()}
     trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}

@@ -52,12 +52,14 @@ class Stages:
     def __enter__(self) -> Self:
         self._log = self.path.open("w", encoding="utf-8")
         faulthandler.enable(self._log)
+        faulthandler.register(signal.SIGTERM, self._log, chain=True)  # so a launcher ends the rest
         self("start")
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         faulthandler.cancel_dump_traceback_later()
         faulthandler.disable()
+        faulthandler.unregister(signal.SIGTERM)
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
             self("end")
         else:
@@ -138,6 +140,9 @@ def _read(folder: Path, rank: int, code: int | None) -> _End:
         frames.reverse()
     own = [frame for frame in frames if "site-packages" not in frame and "/lib/python" not in frame]
     how = f", {error or fatal}" if error or fatal else ""
+    hung, kind = bool(told("Timeout (")), error.partition(":")[0]
+    if "Current thread " in log and not (how or hung or code):
+        code = -signal.SIGTERM
     if code is not None and code < 0:
         how = f", ended by {signal.Signals(-code).name}"
     elif not how:
@@ -148,8 +153,9 @@ def _read(folder: Path, rank: int, code: int | None) -> _End:
         stage,
         float(at),
         is_well=stage == "end" and code in (None, 0),
-        hung=bool(told("Timeout (")),
-        is_echo=code == -signal.SIGTERM or any(words in error.lower() for words in ECHOES),
+        hung=hung,
+        is_echo=code == -signal.SIGTERM
+        or (kind.startswith(("RuntimeError", "Dist")) and any(e in error.lower() for e in ECHOES)),
         where=f"rank {rank} at stage {stage}" + (f" at {(own or frames)[0]}" if frames else ""),
         how=how,
     )

@@ -25,6 +25,7 @@ Tensors = Iterable[tuple[str, torch.Tensor]]
 
 def digest(tensor: torch.Tensor) -> str:
     """Return a hash of a tensor's values and shape; two with the same have the same bits."""
+    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # this rank's share
     if tensor.is_sparse:
         tensor = tensor.detach().coalesce()
         return digest(tensor.indices()) + digest(tensor.values())
@@ -81,13 +82,21 @@ def same_buffers(model: nn.Module) -> Finding:
 
     DDP sends rank 0's before each forward pass, which may then change them on each rank: no fault.
     """
-    sends = any(getattr(model, n, False) for n in ("broadcast_buffers", "forward_sync_buffers"))
-    if isinstance(model, nn.parallel.DistributedDataParallel) and sends:
+    sent: set[int] = set()
+    sends = False
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            keys = ("broadcast_buffers", "forward_sync_buffers")
+            if any(getattr(module, key, False) for key in keys):
+                sends = True
+                sent |= {id(buffer) for buffer in module.buffers()}
+    kept = [(name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in sent]
+    if sends and not kept:
         return passed("same buffers", "DDP sends rank 0's before each forward pass")
     return _alike(
         "same buffers",
         model,
-        model.named_buffers(),
+        kept,
         "leave DDP's broadcast_buffers on: rank 0's are sent before each forward pass, so save on "
         "rank 0; SyncBatchNorm where the statistics of all ranks are wanted",
     )

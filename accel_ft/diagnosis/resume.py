@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from accel_ft.diagnosis.finding import Finding, Verdict, failed, gather, listed, passed
+from accel_ft.diagnosis.gradients import own_random_numbers
 from accel_ft.diagnosis.replicas import digest
 
 RANDOM = "random numbers"
@@ -54,8 +55,7 @@ def random_state() -> dict[str, Any]:
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield every value below `value` as something that compares, with the way to it."""
     if isinstance(value, torch.Tensor):
-        local = value.to_local() if hasattr(value, "to_local") else value
-        yield path, digest(local)
+        yield path, digest(value)
     elif isinstance(value, np.ndarray):
         yield path, digest(torch.from_numpy(value))
     elif isinstance(value, Mapping):
@@ -101,6 +101,11 @@ def resume(make: Callable[[], Job], folder: Path, steps: int = 3) -> list[Findin
         One finding for each part that is there after the load, one for the samples of the next
         update, and one for the state after it.
     """
+    with own_random_numbers():
+        return _resume(make, folder, steps)
+
+
+def _resume(make: Callable[[], Job], folder: Path, steps: int) -> list[Finding]:
     job = make()
     for _ in range(steps):
         job.step()

@@ -18,6 +18,7 @@ from accel_ft.diagnosis.finding import (
     skipped,
     warned,
 )
+from accel_ft.diagnosis.gradients import own_random_numbers
 from accel_ft.diagnosis.replicas import digest
 
 TRAINING, EVALUATION = "training rows", "evaluation rows"
@@ -61,7 +62,7 @@ def _read(loader: Iterable[Any], ids: Callable[[Any], list[Any]]) -> list[_Read]
     largest, fault = 0, ""
     try:
         for batch in loader:
-            found = ids(batch)
+            found = [name.tolist() if hasattr(name, "tolist") else name for name in ids(batch)]
             names += found
             largest = max(largest, len(found))
     except Exception as error:
@@ -85,15 +86,29 @@ def training_sampling(
 
     Returns:
         FAIL where ranks read the same rows, rows are missing, or both epochs have one order.
+        The worse of the two epochs; the random numbers are as before, the epoch is 0.
         Rows that are left out or repeated at the end of an epoch, fewer than one batch of all
         ranks, are no fault.
     """
     epochs = []
-    for epoch in range(2):
-        before_epoch(epoch)
-        epochs.append(_read(loader, ids))
+    with own_random_numbers():
+        for epoch in range(2):
+            before_epoch(epoch)
+            epochs.append(_read(loader, ids))
+        before_epoch(0)
     finding = _coverage(TRAINING, epochs[0], num_samples)
     first, second = ([rank.names for rank in epoch] for epoch in epochs)
+    empty = [rank for rank, names in enumerate(second) if first[rank] and not names]
+    if empty:
+        return failed(
+            TRAINING,
+            f"the second epoch has no rows on rank {listed(empty)}",
+            "an iterator or generator is used up: make a new one in __iter__",
+        )
+    again = _coverage(TRAINING, epochs[1], num_samples)
+    if again.verdict is Verdict.FAIL and finding.verdict is not Verdict.FAIL:
+        mend = f"set_epoch(epoch) on every rank; else {again.mend}"
+        return failed(TRAINING, f"in the second epoch {again.measured}", mend)
     if finding.verdict is Verdict.PASS and first == second and num_samples > len(first):
         return failed(
             TRAINING,
@@ -147,6 +162,13 @@ def _coverage(  # noqa: PLR0911
     all_read_all = len(ranks) > 1 and total - num_samples > max(room, num_samples // 10)
     if len(ranks) > 1 and num_samples > max(rank.batch for rank in ranks):
         all_read_all |= all(len(set(rank.names)) == num_samples for rank in ranks)
+    times = {count for rank in ranks for count in Counter(rank.names).values()}
+    if not shared and len(times) == 1 and max(times) > 1 and total > num_samples + room:
+        return failed(
+            check,
+            f"each rank reads its rows {max(times)} times an epoch; {about}",
+            "each worker of an IterableDataset its share (torch.utils.data.get_worker_info())",
+        )
     drawn_again = sum(len(rank.names) - len(set(rank.names)) for rank in ranks) > room
     much_shared = len(ranks) > 1 and shared > max(room, num_samples // 10)
     if all_read_all or (much_shared and not drawn_again):
@@ -158,9 +180,13 @@ def _coverage(  # noqa: PLR0911
             check, f"rows change each time they are read ({about}): pass ids=, numbers of the rows"
         )
     missing = num_samples - different
-    if missing > room and (total < num_samples or missing > DRAWN_WITH_REPLACEMENT * num_samples):
+    is_drawn = drawn_again and len(times) > 1 and total >= num_samples  # by weights, any share
+    is_much = total < num_samples or missing > DRAWN_WITH_REPLACEMENT * num_samples
+    if missing > room and is_much and not is_drawn:
         return failed(
-            check, f"{missing} rows are never read; {about}", "a sampler that covers the data set"
+            check,
+            f"{missing} rows are never read; {about}",
+            "a sampler that covers the data set; rows that are equal: pass ids=, their numbers",
         )
     if missing > room:
         return warned(

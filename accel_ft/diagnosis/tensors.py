@@ -2,9 +2,10 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import islice, pairwise
 from multiprocessing import get_start_method
-from types import SimpleNamespace
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_ft.diagnosis.finding import Finding, failed, listed, passed, skipped, warned
-from accel_ft.diagnosis.gradients import gradients_of
+from accel_ft.diagnosis.gradients import gradients_of, own_random_numbers, untouched
+from accel_ft.diagnosis.replicas import digest
 
 LARGE_BYTES = 64 * 2**20
 LONG_LIST = 1_000_000
@@ -25,7 +27,7 @@ def _parts(
 ) -> Iterator[tuple[str, Any]]:
     """Yield tensors, arrays, modules and long lists below an object, with the way to each."""
     seen = set() if seen is None else seen
-    if id(value) in seen or depth > 4:
+    if id(value) in seen or depth > 6 or len(seen) > LONG_LIST:
         return
     seen.add(id(value))
     if isinstance(value, torch.Tensor | nn.Module | np.ndarray):
@@ -38,9 +40,28 @@ def _parts(
             yield path, value
         for number, each in enumerate(value[:64]):
             yield from _parts(each, f"{path}[{number}]", seen, depth + 1)
-    elif hasattr(value, "__dict__"):
-        for key, each in vars(value).items():
+    elif not isinstance(value, type | ModuleType):
+        for key, each in _attributes(value):
             yield from _parts(each, f"{path}.{key}", seen, depth + 1)
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds by name; of a function, what it took along."""
+    slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
+    names = [*getattr(value, "__dict__", ()), *slots]
+    if isinstance(value, partial):
+        names += ["func", "args", "keywords"]
+    elif isinstance(value, MethodType):
+        names.append("__self__")
+    elif isinstance(value, FunctionType):
+        code, around = value.__code__, value.__globals__
+        yield from ((name, around[name]) for name in code.co_names if name in around)
+        for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # of what is not defined yet
+                yield name, cell.cell_contents
+    for name in names:
+        with contextlib.suppress(Exception):  # a property of somebody's
+            yield name, getattr(value, name)
 
 
 def _tensors(parts: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -54,15 +75,17 @@ def _tensors(parts: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tens
 
 def dataset_tensors(loader: DataLoader[Any]) -> Finding:
     """Look for tensors of an accelerator, and for what each worker would copy, in what a loader's
-    data set yields and holds, and in what its `collate_fn` makes of a row.
+    data set yields and holds, and in what its `collate_fn` makes of a row: one row is read, of a
+    stream the first.
     """
     check = "tensors of the data set"
     dataset, workers = loader.dataset, loader.num_workers
-    iterable = isinstance(dataset, IterableDataset)
-    row = next(iter(dataset)) if iterable else dataset[0]
-    yielded = list(_parts(row, "sample"))
-    with contextlib.suppress(Exception):  # a collate_fn that wants more rows
-        yielded += _parts(loader.collate_fn([row]), "batch")
+    yielded: list[tuple[str, Any]] = []
+    with own_random_numbers():
+        for row in islice(_rows(loader), 1):
+            yielded += _parts(row, "sample")
+            with contextlib.suppress(Exception):  # a collate_fn that wants more rows
+                yielded += _parts(loader.collate_fn([row]), "batch")
     held = list(_parts(dataset, "dataset"))
     tensors = _tensors([*yielded, *held])
     far = [f"{name} on {tensor.device}" for name, tensor in tensors if tensor.device.type != "cpu"]
@@ -85,6 +108,16 @@ def dataset_tensors(loader: DataLoader[Any]) -> Finding:
     return passed(
         check, f"a row, a batch and what the data set holds are on the CPU; {workers} workers"
     )
+
+
+def _rows(loader: DataLoader[Any]) -> Iterator[Any]:
+    """The rows of a loader's data set, by the keys that its sampler gives."""
+    if isinstance(loader.dataset, IterableDataset):
+        yield from loader.dataset
+    elif loader.batch_sampler is None:
+        yield from (loader.dataset[key] for key in loader.sampler)
+    else:
+        yield from (loader.dataset[key] for batch in loader.batch_sampler for key in batch)
 
 
 def _copied(path: str, part: Any, loader: DataLoader[Any]) -> str:
@@ -168,14 +201,18 @@ def _place(tensor: torch.Tensor) -> NDArray[np.void]:
 def in_place(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Finding:
     """Find what changes parameters, or what the backward pass needs, in place."""
     check = "operations in place"
-    versions = {name: p._version for name, p in model.named_parameters()}
     try:
-        with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        with untouched(model), torch.autograd.set_detect_anomaly(True, check_nan=False):
+            before = [(n, p, p._version, digest(p)) for n, p in model.named_parameters()]
             value = loss()
-            changed = [n for n, p in model.named_parameters() if p._version != versions[n]]
+            changed = [  # through .data, the version stays
+                name
+                for name, p, version, content in before
+                if p._version != version or digest(p) != content
+            ]
             gradients_of(model, lambda: torch.autograd.backward(value))
     except RuntimeError as error:
-        if "inplace operation" not in str(error) and "in-place operation" not in str(error):
+        if "inplace" not in str(error) and "in-place" not in str(error):
             return skipped(check, f"the loss could not be computed: {error}")
         return failed(
             check,
@@ -188,4 +225,4 @@ def in_place(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Finding:
             f"the forward pass changes parameters: {listed(changed)}",
             "compute with a copy: parameters change in the optimizer's step alone",
         )
-    return passed(check, f"{len(versions)} parameters and all saved activations are as they were")
+    return passed(check, f"{len(before)} parameters and all saved activations are as they were")

@@ -98,6 +98,17 @@ def no_set_epoch():
     }
 
 
+def epoch_of_one_rank():
+    """`set_epoch` on rank 0 alone: from the second epoch on the shares overlap."""
+    sampler = DistributedSampler(ROWS, shuffle=True)
+    loader = DataLoader(ROWS, batch_size=2, sampler=sampler)
+    alone = sampler.set_epoch if dist.get_rank() == 0 else lambda epoch: None
+    return {
+        "broken": sampling.training_sampling(loader, 20, ids, alone),
+        "mended": sampling.training_sampling(loader, 20, ids, sampler.set_epoch),
+    }
+
+
 def padded_evaluation():
     rows = torch.utils.data.Subset(ROWS, range(19))
     padded = DataLoader(rows, 4, sampler=DistributedSampler(rows, shuffle=False))
@@ -346,7 +357,7 @@ def augmented():
 
 CASES = [
     healthy, augmented,
-    strided, same_data, no_set_epoch, padded_evaluation, seeds, drifting_buffer, tampered, skipped_backward, probe,
+    strided, same_data, no_set_epoch, epoch_of_one_rank, padded_evaluation, seeds, drifting_buffer, tampered, skipped_backward, probe,
     late_rank, synchronised_too_often, fresh_state, means_of_means,
 ]  # fmt: skip
 

@@ -33,6 +33,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 NAMED = {
     "same_data": ("training rows", "the ranks read the same rows: 20 on more than one"),
     "no_set_epoch": ("training rows", "both epochs have one order"),
+    "epoch_of_one_rank": ("training rows", "in the second epoch the ranks read the same rows"),
     "padded_evaluation": ("evaluation rows", "20 predictions are counted of 19 rows"),
     "seeds": ("same weights", "4 of 4 differ, on rank 1; the first is 0.weight"),
     "drifting_buffer": ("same buffers", "2 of 3 differ, on rank 1; the first is 1.running_mean"),

@@ -1,0 +1,312 @@
+"""Programs of other people: faults in forms of their own, healthy ones that look odd, and that a check leaves no trace."""
+
+import copy
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, WeightedRandomSampler
+
+from accel_ft.diagnosis import (
+    accumulation,
+    learning,
+    order,
+    postmortem,
+    replicas,
+    sampling,
+    tensors,
+)
+from accel_ft.diagnosis.finding import Finding
+
+X, Y = torch.arange(40.0).reshape(20, 2) / 40, torch.arange(20) % 2
+
+
+def small_model(*more: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 8), *more, nn.Linear(8, 2))
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(X), Y)
+
+
+def is_well(finding: Finding) -> bool:
+    return finding.verdict == "PASS"
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# Who reads what.
+
+
+class Used(IterableDataset):
+    """Rows of a generator that is made once."""
+
+    def __init__(self) -> None:
+        self.rows = iter(range(20))
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.rows
+
+
+class Unsplit(IterableDataset):
+    """Each worker reads all rows."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(20)
+
+
+def test_an_epoch_that_is_used_up() -> None:
+    finding = sampling.training_sampling(DataLoader(Used(), 4), 20, torch.Tensor.tolist)
+    assert "the second epoch has no rows on rank 0" in finding.measured
+
+
+def test_workers_that_read_the_same_rows() -> None:
+    loader = DataLoader(Unsplit(), 4, num_workers=2)
+    finding = sampling.training_sampling(loader, 20, torch.Tensor.tolist)
+    assert "each rank reads its rows 2 times an epoch" in finding.measured
+    assert "get_worker_info" in finding.mend
+
+
+def test_rows_drawn_by_weights() -> None:
+    weights = [1.0 if row % 10 == 0 else 0.01 for row in range(200)]
+    loader = DataLoader(range(200), 4, sampler=WeightedRandomSampler(weights, 200))
+    assert sampling.training_sampling(loader, 200, torch.Tensor.tolist).verdict == "WARN"
+    again = DataLoader([*range(100), *range(100)], 4, shuffle=True)
+    assert sampling.training_sampling(again, 200, torch.Tensor.tolist).verdict == "FAIL"
+
+
+def test_numbers_of_rows_as_a_tensor() -> None:
+    """Each of its elements is another object, of another hash."""
+    loader = DataLoader(range(20), 4, shuffle=True)
+    assert is_well(sampling.training_sampling(loader, 20, lambda batch: batch))
+    half = DataLoader([*range(50)] * 2, 4, shuffle=True)
+    assert "50 rows are never read" in sampling.training_sampling(half, 100, iter).measured
+
+
+# Tensors where they do not belong.
+
+
+class Slotted:
+    __slots__ = ("encoder",)
+
+    def __init__(self, encoder: nn.Module) -> None:
+        self.encoder = encoder
+
+
+class Held(torch.utils.data.Dataset):
+    def __init__(self, transform: object) -> None:
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, key: object) -> torch.Tensor:
+        return torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    "hide",
+    [
+        lambda encoder: lambda row: encoder(row) + 1,
+        lambda encoder: partial(torch.add, alpha=encoder),
+        lambda encoder: encoder.forward,
+        Slotted,
+        lambda encoder: [{"steps": Slotted(encoder)}],
+    ],
+)
+def test_a_module_that_is_well_hidden(hide) -> None:
+    model = small_model()
+    held = torch.utils.data.Subset(Held(hide(model[0])), [0])
+    assert "2 of the model's parameters" in tensors.shared_modules(held, model).measured
+    apart = Held(hide(copy.deepcopy(model[0])))
+    assert is_well(tensors.shared_modules(apart, model))
+
+
+def test_data_sets_of_any_key() -> None:
+    class Named(Held):
+        def __getitem__(self, key: object) -> torch.Tensor:
+            return {"a": torch.zeros(2), "b": torch.zeros(2)}[key]
+
+    class Batched(Held):
+        def __getitem__(self, keys: list[int]) -> torch.Tensor:
+            return X[keys]
+
+    class Empty(IterableDataset):
+        def __iter__(self) -> Iterator[int]:
+            yield from ()
+
+    assert is_well(tensors.dataset_tensors(DataLoader(Named(0), sampler=["a", "b"])))
+    batches = BatchSampler(range(4), 2, drop_last=False)
+    assert is_well(tensors.dataset_tensors(DataLoader(Batched(0), None, sampler=batches)))
+    assert is_well(tensors.dataset_tensors(DataLoader(Empty())))
+
+
+def test_operations_in_place_of_other_kinds() -> None:
+    class Clamped(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.weight.data.clamp_(-0.01, 0.01)  # leaves the version as it is
+            return super().forward(x)
+
+    class Hooked(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                view = super().forward(x).view(-1)
+            return view.mul_(self.bias.sum())
+
+    for kind, words in ((Clamped, "changes parameters: weight"), (Hooked, "modified inplace")):
+        model = kind(2, 2)
+        finding = tensors.in_place(model, lambda model=model: model(X).sum())
+        assert (finding.verdict, words in finding.measured) == ("FAIL", True), finding
+
+
+# Loops.
+
+
+def test_an_optimizer_that_steps_within_the_backward_pass() -> None:
+    model = small_model()
+    optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
+    for p, optimizer in optimizers.items():
+        p.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    with accumulation.recording() as events:
+        loss_of(model).backward()
+    finding = accumulation.accumulation_calls(events, 1)
+    assert (finding.verdict, finding.measured[:7]) == ("SKIP", "4 steps")
+
+
+def test_a_scheduler_that_accelerate_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each rank: right where the steps were counted before `prepare`, as its examples do."""
+    events = ["backward", "step", "schedule 1", "schedule 1"] * 3
+    assert accumulation.accumulation_calls(events, 1).verdict == "FAIL"
+    monkeypatch.setattr(accumulation, "num_ranks", lambda: 2)
+    finding = accumulation.accumulation_calls(events, 1)
+    assert (finding.verdict, "2 times an update, once for each rank" in finding.measured) == (
+        "WARN",
+        True,
+    )
+
+
+def test_adapters_by_any_name() -> None:
+    model = nn.ModuleDict({"lora_embedding_A": nn.Linear(2, 2, False), "head": nn.Linear(2, 2)})
+    model["lora_embedding_A"].weight.grad = torch.zeros(2, 2)
+    model["head"].weight.grad = torch.ones(2, 2)
+    assert is_well(learning.gradient_norms(model))
+
+
+def test_one_logit_and_rates() -> None:
+    assert learning.varied_predictions(torch.ones(9, 1)).verdict == "SKIP"
+    for rate, highest, verdict in (
+        (2e-5, None, "PASS"), (5.0, None, "WARN"), (2e-9, None, "WARN"), (0.1, 1.0, "PASS"), (math.nan, None, "WARN"),
+    ):  # fmt: skip
+        assert learning.usual_rate(rate, highest).verdict == verdict
+
+
+# No trace.
+
+
+def random_state() -> list[object]:
+    python, numpy = random.getstate(), np.random.get_state()[1].tolist()
+    return [python, numpy, torch.get_rng_state().tolist()]
+
+
+def test_random_numbers_buffers_and_gradients_stay() -> None:
+    model = small_model(nn.BatchNorm1d(8), nn.Dropout(0.5))
+    loss_of(model).backward()
+    before = random_state(), {n: b.clone() for n, b in model.named_buffers()}
+    gradients = [p.grad for p in model.parameters()]
+    assert is_well(tensors.in_place(model, lambda: loss_of(model)))
+    assert is_well(replicas.used_parameters(model, lambda: loss_of(model)))
+    epochs: list[int] = []
+    loader = DataLoader(range(20), 4, shuffle=True)
+    assert is_well(sampling.training_sampling(loader, 20, torch.Tensor.tolist, epochs.append))
+    assert epochs == [0, 1, 0]
+    assert random_state() == before[0]
+    assert all(torch.equal(before[1][n], b) for n, b in model.named_buffers())
+    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+
+
+@pytest.mark.usefixtures("group")
+def test_fsdp2_after_an_evaluation() -> None:
+    """Its root stays gathered then, and names other parameters than the optimizer holds."""
+    model = fully_shard(small_model(), mesh=dist.init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(X)
+
+    loss_of(model).backward()
+    evaluate()
+    assert is_well(order.optimizer_holds_model(model, optimizer))
+    assert is_well(tensors.in_place(model, lambda: loss_of(model)))
+    evaluate()
+    assert is_well(replicas.used_parameters(model, lambda: loss_of(model)))
+    assert all(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+    halves = [lambda part=part: (loss_of(model) / part).backward() for part in (1, 2)]
+    assert is_well(accumulation.accumulated_gradient(model, halves[0], halves[0]))
+    assert "0.5000 times" in accumulation.accumulated_gradient(model, halves[1], halves[0]).measured
+    assert is_well(learning.gradient_norms(model))
+
+
+@pytest.mark.usefixtures("group")
+def test_buffers_of_wrapped_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two DDPs in one module, and one that is compiled: each sends its buffers itself."""
+    monkeypatch.setattr(replicas, "num_ranks", lambda: 2)
+    parts = [nn.parallel.DistributedDataParallel(small_model(nn.BatchNorm1d(8))) for _ in "ab"]
+    for model in (nn.ModuleList(parts), torch.compile(parts[0], backend="eager")):
+        assert "DDP sends rank 0's" in replicas.same_buffers(model).measured
+
+
+# Ends.
+
+
+def test_a_launcher_that_ends_the_others_is_no_cause(tmp_path: Path) -> None:
+    """Rank 0 computes when rank 1 is killed; it is then ended by SIGTERM, and its stage is the older one."""
+    program = (
+        "import sys, time; from pathlib import Path; from accel_ft.diagnosis.postmortem import Stages\n"
+        f"with Stages(Path({str(tmp_path)!r}), int(sys.argv[1]), 60) as stage:\n"
+        "    time.sleep(int(sys.argv[1])); stage('work'); print('up', flush=True); time.sleep(60)"
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(rank)],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        for rank in range(2)
+    ]
+    for process, how in reversed(list(zip(ranks, (signal.SIGTERM, signal.SIGKILL), strict=True))):
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(how)
+        assert process.wait(60) == -how
+        process.stdout.close()
+    finding = postmortem.post_mortem(tmp_path, 2)
+    assert finding.measured.startswith("rank 1 at stage work, ended without a word"), finding
+
+
+def test_a_limit_of_ones_own_is_no_echo(tmp_path: Path) -> None:
+    for rank, words in enumerate(
+        ("TimeoutError: Read timed out", "RuntimeError: Connection closed by peer")
+    ):
+        stage = f"{postmortem.STAGE}{2 - rank} download\n"
+        (tmp_path / postmortem.LOG.format(rank)).write_text(f"{stage}{postmortem.RAISED}{words}\n")
+    assert "TimeoutError: Read timed out" in postmortem.post_mortem(tmp_path, 2).measured
