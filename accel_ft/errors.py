@@ -84,7 +84,7 @@ def run_command(main: Callable[[], None]) -> None:
     try:
         main()
         close_process_group()
-        if sys.stdout is not None:
+        if sys.stdout is not None and not sys.stdout.closed:
             sys.stdout.flush()  # output that is lost is a fault
     except (UserError, OSError) as error:
         if isinstance(error, BrokenPipeError):  # `... | head` closed our standard output

@@ -149,8 +149,11 @@ class Predictor:
         names, best = self.classifier.label_names, int(scores.argmax())
         described: dict[str, Any] = {}
         kind = self.classifier.problem_type
+        several = kind == "regression" and len(names) > 1
         if not math.isfinite(scores.sum()):  # the largest of what are no numbers is the first one
             keys = {"multi_label_classification": ("labels",), "regression": ("score",)}
+            if several:
+                return {"scores": None}
             described = dict.fromkeys(keys.get(kind, ("label", "score")))
             return described | ({"scores": None} if self.config.all_scores else {})
         if kind == "multi_label_classification":
@@ -159,7 +162,6 @@ class Predictor:
             described["labels"] = [name for name, is_so in zip(names, chosen, strict=True) if is_so]
         elif kind == "single_label_classification":
             described["label"] = names[best]
-        several = kind == "regression" and len(names) > 1
 
         def shortened(score: float) -> float:  # a float32 has nine digits
             return float(f"{score:.9g}") if kind == "regression" else round(score, 6)

@@ -160,14 +160,16 @@ def _describe(config: TrainConfig, label_names: list[str], events: list[dict[str
 
 def _finish(config: TrainConfig, events: list[dict[str, Any]]) -> None:
     """Say where all is; push and compare where that is asked for."""
-    with suppress(BrokenPipeError):  # nobody listens, and all is done
+    with suppress(OSError):  # nobody listens, and all is done
         _say_farewell(config, events)
     let_go_of_output()
     model = config.output_dir / "model"
     if config.push_to_hub and model.is_dir():
         from accel_ft.runtime.card import push
 
-        print(f"pushed: {push(model, config.repo_id(config.output_dir))}")
+        pushed = push(model, config.repo_id(config.output_dir))
+        with suppress(OSError):
+            print(f"pushed: {pushed}")
     if config.reproduce is not None:
         _compare(config.reproduce, config.output_dir)
 
@@ -175,7 +177,7 @@ def _finish(config: TrainConfig, events: list[dict[str, Any]]) -> None:
 def _say_farewell(config: TrainConfig, events: list[dict[str, Any]]) -> None:
     """Print the main metric and where all is."""
     metric = METRICS[config.problem_type][0]
-    if config.best_metric in METRICS[config.problem_type]:
+    if config.best_metric in METRICS[config.problem_type] and config.best_metric != "loss":
         metric = config.best_metric
     tuned = " (thresholds are tuned on them)" * ("multi_label" in config.problem_type)
     print(f"{metric} on the validation rows: {events[-1][f'eval_{metric}']:.4f}{tuned}")

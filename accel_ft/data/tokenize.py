@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 FORGOTTEN_SECONDS = 24 * 3600
 
-STORE_VERSION = 5  # of the layout above; part of the key
+STORE_VERSION = 4  # of the layout above; part of the key
 KEYS = {
     "text_column", "text_pair_column", "label_column", "problem_type", "label_separator",
     "max_seq_length",
@@ -114,12 +114,16 @@ def tokenize(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
     identity = [
         STORE_VERSION,
         source.fingerprint,
-        source.path and source.path.suffix,  # which says how it is read
         source.label_names,
         config.model_dump(mode="json", include=KEYS),
         tokenizer_fingerprint(tokenizer),
-        tokenizer.pad_token_id,
     ]
+    if source.path is not None and source.path.suffix == ".tsv":
+        identity.append("tsv")  # the same bytes may be a csv as well
+    if not tokenizer("")["input_ids"]:
+        identity.append(tokenizer.pad_token_id)  # which an empty text becomes
+    if config.text_pair_column is None and has_types_of_single_texts(tokenizer):
+        identity.append("types")
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
     numbers = ".numbers" if config.problem_type == "regression" else ""  # a layout of its own
     folder = cache_folder() / (key + numbers)

@@ -218,6 +218,7 @@ def accumulation_calls(  # noqa: PLR0911
         max(Counter(e for e in block if e.startswith(SCHEDULE)).values(), default=0)
         for block in [*updates, rest]
     )
+    scheduled = [b for b in [*updates, rest] if any(e.startswith(SCHEDULE) for e in b)]
     about = f"{len(updates)} updates of {listed(sorted(set(counts)), 8)} micro-batches"
     faults = (
         (
@@ -249,8 +250,10 @@ def accumulation_calls(  # noqa: PLR0911
             PREPARED,
         ),
     )
+    places = (max(n for n, e in enumerate(b) if e.startswith(SCHEDULE)) for b in scheduled)
+    at_once = all(BACKWARD not in b[:n] for b, n in zip(scheduled, places, strict=True))
     for is_so, measured, mend in faults:
-        if is_so and mend is PREPARED and schedules == num_ranks():
+        if is_so and mend is PREPARED and schedules == num_ranks() and at_once:
             return warned(check, f"{measured}, once for each rank", mend)
         if is_so:
             return failed(check, measured, mend)

@@ -14,8 +14,14 @@ Gradients = dict[str, torch.Tensor]
 
 
 @contextlib.contextmanager
-def own_random_numbers() -> Iterator[None]:
-    """Put the random numbers of Python, numpy and torch back as they were."""
+def own_random_numbers(loader: Any = None) -> Iterator[None]:
+    """Put the random numbers of Python, numpy and torch back as they were, and those of a loader
+    and its samplers.
+    """
+    generators: list[tuple[torch.Generator, torch.Tensor]] = []
+    for holder in holders(loader):
+        if isinstance(own := getattr(holder, "generator", None), torch.Generator):
+            generators.append((own, own.get_state()))
     python, numpy = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
@@ -24,6 +30,17 @@ def own_random_numbers() -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
+            for own, before in generators:
+                own.set_state(before)
+
+
+def holders(loader: Any) -> Iterator[Any]:
+    """Yield a loader and its samplers, those that Accelerate has wrapped as well."""
+    waiting = [loader]
+    while waiting:
+        if (holder := waiting.pop()) is not None:
+            yield holder
+            waiting += [getattr(holder, name, None) for name in ("sampler", "batch_sampler")]
 
 
 def reshard(model: nn.Module) -> None:
@@ -46,7 +63,11 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Put gradients, buffers and random numbers back as they were."""
     reshard(model)
     gradients = [(p, p.grad) for p in model.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
     with own_random_numbers():
         try:
             yield
@@ -54,8 +75,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
             reshard(model)
             for p, gradient in gradients:
                 p.grad = gradient
-            for buffer, before in buffers:
-                if not torch.equal(buffer, before):
+            for module, name, buffer, before in buffers:
+                if getattr(module, name) is not buffer:
+                    setattr(module, name, buffer)
+                if not buffer.is_meta and not torch.equal(buffer, before):
                     buffer.detach().copy_(before)
 
 

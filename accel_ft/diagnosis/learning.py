@@ -1,6 +1,7 @@
 """Does it learn at all: a few samples by heart, and what the first steps show."""
 
 import math
+import re
 import time
 from collections.abc import Callable
 
@@ -38,6 +39,12 @@ def initial_loss(loss: float, num_labels: int, is_fresh: bool = True) -> Finding
     return passed(check, about)
 
 
+def _partner(name: str) -> str:
+    """The name of an adapter's other factor; "" where it is none."""
+    found = re.fullmatch(r"(.*lora_(?:embedding_)?)([AB])(.*)", name)
+    return f"{found[1]}{'BA'['AB'.index(found[2])]}{found[3]}" if found else ""
+
+
 def usual_rate(learning_rate: float, highest: float | None = None) -> Finding:
     """Compare a learning rate of AdamW with those that models are fine-tuned at.
 
@@ -71,7 +78,7 @@ def gradient_norms(model: nn.Module) -> Finding:
         return failed(
             check, f"not finite: {listed(sick)}", "see the inputs, the precision, the rate"
         )
-    still = [name for name, norm in norms.items() if norm == 0.0 and "lora_" not in name]
+    still = [name for name, norm in norms.items() if norm == 0.0 and not norms.get(_partner(name))]
     total = math.sqrt(sum(norm**2 for norm in norms.values()))
     if total == 0.0:
         return failed(check, "all are zero", "the loss does not depend on the weights")

@@ -6,11 +6,14 @@ Each rank writes down where it is (`Stages`), Python's faulthandler adds the sta
 
 import contextlib
 import faulthandler
+import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -23,6 +26,8 @@ STAGE, RAISED = "stage of accel_ft: ", "raised: "
 ECHOES = ("connection closed", "connection reset", "broken pipe", "timed out", "remote process")
 NCCL = "on NCCL, TORCH_NCCL_TRACE_BUFFER_SIZE=2000 and TORCH_NCCL_DUMP_ON_TIMEOUT=1 let its flight "
 NCCL += "recorder name the collective"
+# The log is the rank's: a worker process that it ends writes nothing into it.
+os.register_at_fork(after_in_child=partial(faulthandler.unregister, signal.SIGTERM))
 
 
 class Stages:
@@ -59,7 +64,10 @@ class Stages:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         faulthandler.cancel_dump_traceback_later()
         faulthandler.disable()
+        own = signal.getsignal(signal.SIGTERM)
         faulthandler.unregister(signal.SIGTERM)
+        if callable(own) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, own)  # that the program has set meanwhile
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
             self("end")
         else:
@@ -141,7 +149,7 @@ def _read(folder: Path, rank: int, code: int | None) -> _End:
     own = [frame for frame in frames if "site-packages" not in frame and "/lib/python" not in frame]
     how = f", {error or fatal}" if error or fatal else ""
     hung, kind = bool(told("Timeout (")), error.partition(":")[0]
-    if "Current thread " in log and not (how or hung or code):
+    if "Current thread " in log and stage != "end" and code is None and not (how or hung):
         code = -signal.SIGTERM
     if code is not None and code < 0:
         how = f", ended by {signal.Signals(-code).name}"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import IterableDataset, WeightedRandomSampler
 
 from accel_ft.diagnosis.finding import (
     Finding,
@@ -18,7 +19,7 @@ from accel_ft.diagnosis.finding import (
     skipped,
     warned,
 )
-from accel_ft.diagnosis.gradients import own_random_numbers
+from accel_ft.diagnosis.gradients import holders, own_random_numbers
 from accel_ft.diagnosis.replicas import digest
 
 TRAINING, EVALUATION = "training rows", "evaluation rows"
@@ -91,12 +92,12 @@ def training_sampling(
         ranks, are no fault.
     """
     epochs = []
-    with own_random_numbers():
+    with own_random_numbers(loader):
         for epoch in range(2):
             before_epoch(epoch)
             epochs.append(_read(loader, ids))
         before_epoch(0)
-    finding = _coverage(TRAINING, epochs[0], num_samples)
+    finding = _coverage(TRAINING, epochs[0], num_samples, loader)
     first, second = ([rank.names for rank in epoch] for epoch in epochs)
     empty = [rank for rank, names in enumerate(second) if first[rank] and not names]
     if empty:
@@ -105,7 +106,7 @@ def training_sampling(
             f"the second epoch has no rows on rank {listed(empty)}",
             "an iterator or generator is used up: make a new one in __iter__",
         )
-    again = _coverage(TRAINING, epochs[1], num_samples)
+    again = _coverage(TRAINING, epochs[1], num_samples, loader)
     if again.verdict is Verdict.FAIL and finding.verdict is not Verdict.FAIL:
         mend = f"set_epoch(epoch) on every rank; else {again.mend}"
         return failed(TRAINING, f"in the second epoch {again.measured}", mend)
@@ -145,7 +146,7 @@ def evaluation_sampling(
 
 
 def _coverage(  # noqa: PLR0911
-    check: str, ranks: list[_Read], num_samples: int
+    check: str, ranks: list[_Read], num_samples: int, loader: Any = None
 ) -> Finding:
     errors = [f"rank {n}: {rank.error}" for n, rank in enumerate(ranks) if rank.error]
     sizes = [len(rank.names) for rank in ranks]
@@ -163,7 +164,8 @@ def _coverage(  # noqa: PLR0911
     if len(ranks) > 1 and num_samples > max(rank.batch for rank in ranks):
         all_read_all |= all(len(set(rank.names)) == num_samples for rank in ranks)
     times = {count for rank in ranks for count in Counter(rank.names).values()}
-    if not shared and len(times) == 1 and max(times) > 1 and total > num_samples + room:
+    is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    if is_stream and not shared and len(times) == 1 < max(times) and total > num_samples + room:
         return failed(
             check,
             f"each rank reads its rows {max(times)} times an epoch; {about}",
@@ -180,7 +182,8 @@ def _coverage(  # noqa: PLR0911
             check, f"rows change each time they are read ({about}): pass ids=, numbers of the rows"
         )
     missing = num_samples - different
-    is_drawn = drawn_again and len(times) > 1 and total >= num_samples  # by weights, any share
+    by_weight = any(isinstance(each, WeightedRandomSampler) for each in holders(loader))
+    is_drawn = by_weight and drawn_again and total >= num_samples  # any share may be left out
     is_much = total < num_samples or missing > DRAWN_WITH_REPLACEMENT * num_samples
     if missing > room and is_much and not is_drawn:
         return failed(

@@ -1,6 +1,7 @@
 """Tensors where they do not belong; found by looking at objects and by running."""
 
 import contextlib
+import dis
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice, pairwise
@@ -55,7 +56,8 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
         names.append("__self__")
     elif isinstance(value, FunctionType):
         code, around = value.__code__, value.__globals__
-        yield from ((name, around[name]) for name in code.co_names if name in around)
+        read = {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
+        yield from ((name, around[name]) for name in sorted(read & around.keys()))
         for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # of what is not defined yet
                 yield name, cell.cell_contents
@@ -81,7 +83,7 @@ def dataset_tensors(loader: DataLoader[Any]) -> Finding:
     check = "tensors of the data set"
     dataset, workers = loader.dataset, loader.num_workers
     yielded: list[tuple[str, Any]] = []
-    with own_random_numbers():
+    with own_random_numbers(loader):
         for row in islice(_rows(loader), 1):
             yielded += _parts(row, "sample")
             with contextlib.suppress(Exception):  # a collate_fn that wants more rows
@@ -198,17 +200,23 @@ def _place(tensor: torch.Tensor) -> NDArray[np.void]:
     return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
+def _content(p: torch.Tensor) -> str:
+    with contextlib.suppress(Exception):  # it has none, or in no layout that is known
+        return digest(p)
+    return ""
+
+
 def in_place(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Finding:
     """Find what changes parameters, or what the backward pass needs, in place."""
     check = "operations in place"
     try:
         with untouched(model), torch.autograd.set_detect_anomaly(True, check_nan=False):
-            before = [(n, p, p._version, digest(p)) for n, p in model.named_parameters()]
+            before = [(n, p, p._version, _content(p)) for n, p in model.named_parameters()]
             value = loss()
             changed = [  # through .data, the version stays
                 name
                 for name, p, version, content in before
-                if p._version != version or digest(p) != content
+                if p._version != version or _content(p) != content
             ]
             gradients_of(model, lambda: torch.autograd.backward(value))
     except RuntimeError as error:

@@ -128,9 +128,6 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
     # Learned positions of a decoder (GPT-2) count padding on the left; XLNet's do not.
     if not has_types_of_single_texts(tokenizer):
         tokenizer.padding_side = "right"
-    # BART's and T5's heads want one end token a row, also where a text has its letters.
-    is_of_two_parts = getattr(load_model_config(folder, key), "is_encoder_decoder", False)
-    tokenizer.split_special_tokens = bool(is_of_two_parts)
     if len(tokenizer) <= len(set(tokenizer.all_special_tokens)) + 2:  # DeBERTa has two of its own
         raise ConfigError(
             f"{key}={folder}: its tokenizer knows no words, only {tokenizer.all_special_tokens}. "
@@ -143,6 +140,10 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
         tokenizer.pad_token = tokenizer.eos_token and next(iter(free), tokenizer.eos_token)
     if tokenizer.pad_token_id is None:
         raise ConfigError(f"{key}={folder}: its tokenizer has neither a pad nor an end token")
+    # BART's and T5's heads want one end token a row, also where a text has its letters.
+    if getattr(load_model_config(folder, key), "is_encoder_decoder", False):
+        tokenizer.split_special_tokens = True
+        tokenizer.init_kwargs["split_special_tokens"] = True  # as it is saved
     return tokenizer
 
 

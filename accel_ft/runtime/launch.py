@@ -95,14 +95,20 @@ def _launcher_words() -> tuple[list[str], str] | None:
 
 def launcher_words(command: list[str]) -> list[str] | None:
     """Return the words after `accelerate launch` in a process's command line, None in another."""
-    for place, word in enumerate(command):
-        name = os.path.basename(word)
-        is_program = name == "accelerate" or word == "accelerate.commands.accelerate_cli"
-        if is_program and command[place + 1 : place + 2] == ["launch"]:
-            return command[place + 2 :]
-        if name == "accelerate-launch" or word == "accelerate.commands.launch":
-            return command[place + 1 :]
-    return None
+    place = 0
+    if command and os.path.basename(command[0]).startswith("python"):
+        place = 1
+        while command[place : place + 1] and command[place].startswith("-"):
+            if command[place] == "-m":
+                place += 1
+                break
+            place += 2 if command[place] in ("-X", "-W") else 1
+    program, *words = command[place:] or [""]
+    name = os.path.basename(program)
+    if name == "accelerate" or program == "accelerate.commands.accelerate_cli":
+        return words[1:] if words[:1] == ["launch"] else None
+    is_launch = name == "accelerate-launch" or program == "accelerate.commands.launch"
+    return words if is_launch else None
 
 
 def make_accelerator(**kwargs: Any) -> Accelerator:

@@ -205,8 +205,8 @@ def test_fit_in_a_script_leaves_no_group_open(
     settings = settings | {"num_train_epochs": 1, "save_total_limit": None}
     script = tmp_path / "script.py"
     script.write_text(
-        "import atexit\nfrom torch import distributed as dist\nfrom accel_ft import fit\n"
-        "atexit.register(lambda: print('open' if dist.is_initialized() else 'closed', flush=True))\n"
+        "import atexit, os\nfrom torch import distributed as dist\nfrom accel_ft import fit\n"
+        "atexit.register(lambda: os.write(1, b'open\\n' if dist.is_initialized() else b'closed\\n'))\n"
         f"fit(**{settings!r})\nassert dist.is_initialized()\n"
     )
     done = launch("cpu_ddp.yaml", "--num_processes", 2, script)

@@ -78,7 +78,11 @@ def test_end_token_within_a_text_of_an_encoder_decoder(
     model = bart(tmp_path / "bart")
     train.main([*job_words(model, rows, odd_file, tmp_path / "run"), "--preflight", "off"])
     texts = ["a goal", "was <s> 10 </s> 8"]
-    assert len(load_classifier(tmp_path / "run").predict(texts)) == 2
+    ours = load_classifier(tmp_path / "run").predict(texts)
+    theirs = pipeline("text-classification", model=str(tmp_path / "run/model"), batch_size=2)(texts)
+    assert [row["score"] for row in ours] == pytest.approx(
+        [row["score"] for row in theirs], abs=2e-6
+    )
 
 
 def test_decoder_whose_tokenizer_pads_on_the_left(

@@ -78,13 +78,22 @@ def test_the_launchers_own_file_does_not_count_under_cpu(
         "python -m accelerate.commands.launch",
         "python -X faulthandler -W ignore -m accelerate.commands.launch",
         "python -m accelerate.commands.accelerate_cli launch",
-        "timeout -k 5 60 nice -n 5 accelerate launch",
+        "accelerate launch",
     ],
 )
 def test_the_launcher_is_known_however_it_is_started(start: str) -> None:
     words = ["--config_file", "mine.yaml", "-m", "accel_ft.train"]
     assert launch.launcher_words([*start.split(), *words]) == words
-    assert launch.launcher_words(["python", "-m", "accel_ft.train", *words[:2]]) is None
+    for other in (
+        "python -m accel_ft.train --output_dir runs/accelerate-launch",
+        "python /venv/bin/torchrun --nproc_per_node 1 -m accel_ft.train accelerate launch",
+        "python sweep.py --launcher accelerate launch",
+        "python -X",
+        "python",
+        "accelerate config",
+    ):
+        assert launch.launcher_words(other.split()) is None
+    assert launch.launcher_words([]) is None
 
 
 def test_the_launchers_file_is_named_from_where_it_was_started(

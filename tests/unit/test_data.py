@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import write_rows
 from huggingface_hub import constants
+from tokenizers.processors import TemplateProcessing
 
 from accel_ft.config import DataConfig, TrainConfig
 from accel_ft.data import targets as targets_module
@@ -114,9 +115,12 @@ def test_another_cut_or_tokenizer_is_another_store(
         store_of(rows_file, tok, cut).fingerprint for tok in (tokenizer, other) for cut in (8, 16)
     }
     assert len(prints) == 4
-    padded = load_tokenizer(str(tiny_model))
-    padded.pad_token = "[UNK]"  # which an empty text becomes, without special tokens
-    assert store_of(rows_file, padded).fingerprint != store_of(rows_file, tokenizer).fingerprint
+    bare = []  # without special tokens an empty text becomes the pad token
+    for pad_token in ("[PAD]", "[UNK]"):
+        bare.append(load_tokenizer(str(tiny_model)))
+        bare[-1].backend_tokenizer.post_processor = TemplateProcessing(single="$A")
+        bare[-1].pad_token = pad_token
+    assert len({store_of(rows_file, tok).fingerprint for tok in bare}) == 2
     split = load_tokenizer(str(tiny_model))
     split.split_special_tokens = True  # a text's own "[SEP]" is no separator
     assert store_of(rows_file, split).fingerprint != store_of(rows_file, tokenizer).fingerprint
