@@ -7,7 +7,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import math
 import os
 import re
 import shutil
@@ -146,16 +145,12 @@ class Predictor:
 
     def describe(self, scores: Any) -> dict[str, Any]:
         """Return what is written of one text's scores [C]."""
+        import numpy as np
+
         names, best = self.classifier.label_names, int(scores.argmax())
         described: dict[str, Any] = {}
         kind = self.classifier.problem_type
         several = kind == "regression" and len(names) > 1
-        if not math.isfinite(scores.sum()):  # the largest of what are no numbers is the first one
-            keys = {"multi_label_classification": ("labels",), "regression": ("score",)}
-            if several:
-                return {"scores": None}
-            described = dict.fromkeys(keys.get(kind, ("label", "score")))
-            return described | ({"scores": None} if self.config.all_scores else {})
         if kind == "multi_label_classification":
             thresholds = self.classifier.thresholds
             chosen = scores >= (0.5 if thresholds is None else thresholds)
@@ -171,7 +166,8 @@ class Predictor:
         if self.config.all_scores or several:
             named = zip(names, scores.tolist(), strict=True)
             described["scores"] = {label: shortened(score) for label, score in named}
-        return described
+        # The largest of what are no numbers is the first label's: it says nothing.
+        return described if np.isfinite(scores).all() else dict.fromkeys(described)
 
 
 def open_rows(config: PredictConfig) -> Iterator[tuple[str, Any, Text]]:

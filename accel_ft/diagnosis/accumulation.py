@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -218,7 +219,6 @@ def accumulation_calls(  # noqa: PLR0911
         max(Counter(e for e in block if e.startswith(SCHEDULE)).values(), default=0)
         for block in [*updates, rest]
     )
-    scheduled = [b for b in [*updates, rest] if any(e.startswith(SCHEDULE) for e in b)]
     about = f"{len(updates)} updates of {listed(sorted(set(counts)), 8)} micro-batches"
     faults = (
         (
@@ -250,10 +250,12 @@ def accumulation_calls(  # noqa: PLR0911
             PREPARED,
         ),
     )
-    places = (max(n for n, e in enumerate(b) if e.startswith(SCHEDULE)) for b in scheduled)
-    at_once = all(BACKWARD not in b[:n] for b, n in zip(scheduled, places, strict=True))
+    is_after_step = not any(
+        before in (BACKWARD, REDUCE) and event.startswith(SCHEDULE)
+        for before, event in pairwise(events)
+    )
     for is_so, measured, mend in faults:
-        if is_so and mend is PREPARED and schedules == num_ranks() and at_once:
+        if is_so and mend is PREPARED and schedules == num_ranks() and is_after_step:
             return warned(check, f"{measured}, once for each rank", mend)
         if is_so:
             return failed(check, measured, mend)

@@ -381,7 +381,7 @@ def _loader_speed(run: Run, model: nn.Module) -> Finding:
 def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
     """The beginnings of some rows by heart, no two of them alike: on this process alone."""
     is_part = run.config.freeze is not None or run.config.lora_r is not None
-    yield learning.usual_rate(run.config.learning_rate, 1.0 if is_part else None)
+    yield learning.usual_rate(scaled_learning_rate(run.config), 1.0 if is_part else None)
     if run.accelerator.mixed_precision == "fp16":
         yield skipped("overfits", FP16)
         return

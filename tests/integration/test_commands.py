@@ -1,5 +1,6 @@
 """The commands as a user types them: kills, faults, help, the quickstart and the example."""
 
+import io
 import json
 import os
 import signal
@@ -7,14 +8,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, job_words, launch, run, run_hash
 from torch import distributed as dist
 
 from accel_ft import evaluate, predict, train
-from accel_ft.errors import Preempted, run_command
+from accel_ft.errors import ConfigError, Preempted, run_command
 
 
 def test_killed_and_resumed_is_bit_identical(
@@ -317,3 +321,41 @@ def test_a_model_whose_logits_are_no_numbers_gives_no_label(
     printed = capsys.readouterr()
     assert json.loads(printed.out) == {"line": 1, "label": None, "score": None, "scores": None}
     assert "the logits of 1 texts are no numbers" in printed.err
+
+
+def test_standard_streams_that_are_closed(rows_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(ConfigError, match="input=-: standard input is closed"):
+        next(predict._read_rows(predict.PredictConfig(checkpoint="x", input="-")))
+    monkeypatch.setattr(sys, "stdout", None)
+    with (
+        pytest.raises(ConfigError, match="output=-: standard output is closed"),
+        predict._open_output("-"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(("first", "kind"), [(b'{"text": "a"}', "jsonl"), (b"a goal", "lines")])
+def test_what_standard_input_begins_with(
+    first: bytes, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blank lines alone tell nothing, since the rest is on its way."""
+
+    def heard(chunk: bytes) -> str:
+        stream = SimpleNamespace(buffer=io.BufferedReader(io.BytesIO(chunk)))
+        monkeypatch.setattr(sys, "stdin", stream)
+        return predict._guess_format("-")
+
+    assert heard(b"\n" + first) == kind
+    with pytest.raises(ConfigError, match="input=-: lines, or JSON"):
+        heard(b"\n")
+
+
+def test_small_values_of_a_regression_are_kept() -> None:
+    names, config = ["score"], SimpleNamespace(all_scores=False)
+    classifier = SimpleNamespace(problem_type="regression", label_names=names)
+    predictor: Any = SimpleNamespace(classifier=classifier, config=config)
+    assert predict.Predictor.describe(predictor, np.array([3.4e-7])) == {"score": 3.4e-7}
+    classifier.label_names = ["a", "b"]
+    described = predict.Predictor.describe(predictor, np.array([1.0, np.nan]))
+    assert described == {"scores": None}

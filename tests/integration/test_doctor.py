@@ -96,6 +96,19 @@ def test_a_model_alone_is_a_job_of_its_own(tmp_path: Path, tiny_model: Path) -> 
     assert "dataset_name=fancyzhx/ag_news: the Hub cannot be reached" in found["set-up"]["measured"]
 
 
+def test_a_rate_and_labels_as_they_are(tmp_path: Path, tiny_model: Path) -> None:
+    """A rate that no model is trained at; rows of which those that are learnt have one label."""
+    rows = tmp_path / "rows.csv"
+    rare = [f"says after the goal {n},{'b' if n % 80 == 79 else 'a'}\n" for n in range(160)]
+    rows.write_text("text,label\n" + "".join(rare))
+    words = ["--train_file", rows, "--validation_file", rows, "--model_name_or_path", tiny_model]
+    words += ["--max_seq_length", 32, "--learning_rate", 5, "--lr_scaling", "linear"]
+    _, found = examined(tmp_path, *words, "--global_batch_size", 64)
+    assert found["learning rate"]["verdict"] == "WARN"
+    assert found["learning rate"]["measured"].startswith("10 is not between")
+    assert found["predictions"]["verdict"] != "WARN"
+
+
 def test_faults_of_the_user_are_findings(tmp_path: Path, tiny_model: Path) -> None:
     rows = tmp_path / "rows.csv"
     rows.write_text("text,label\na,x\nb,x\n")

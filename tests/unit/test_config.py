@@ -68,6 +68,8 @@ def test_options_of_the_launcher_are_told() -> None:
 
 def test_keys_of_the_trainer_that_are_said_otherwise_here(tmp_path: Path) -> None:
     assert "--bf16: unknown key. Fix: --mixed_precision bf16 before -m" in fault("--bf16", "true")
+    assert "--adam_beta1: unknown key. It is 0.9" in fault("--adam_beta1", "0.9")
+    assert "--num_labels: unknown key. Fix: leave it out" in fault("--num_labels", "4")
     message = fault("--config", write(tmp_path, "eval_strategy: steps\nmixed_precision: bf16\n"))
     assert "eval_strategy" in message
     assert "unknown key. Fix: eval_steps" in message
