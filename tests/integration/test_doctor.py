@@ -96,17 +96,20 @@ def test_a_model_alone_is_a_job_of_its_own(tmp_path: Path, tiny_model: Path) -> 
     assert "dataset_name=fancyzhx/ag_news: the Hub cannot be reached" in found["set-up"]["measured"]
 
 
-def test_a_rate_and_labels_as_they_are(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_rate_and_labels_as_they_are(tmp_path: Path, tiny_model: Path, rows_file: Path) -> None:
     """A rate that no model is trained at; rows of which those that are learnt have one label."""
-    rows = tmp_path / "rows.csv"
-    rare = [f"says after the goal {n},{'b' if n % 80 == 79 else 'a'}\n" for n in range(160)]
-    rows.write_text("text,label\n" + "".join(rare))
+    rows, texts = (
+        tmp_path / "rows.csv",
+        [line.rsplit(",")[0] for line in rows_file.read_text().splitlines()][1:],
+    )
+    labelled = [f"{texts[0]},b\n", *(f"{text},a\n" for text in texts)]  # the first comes again
+    rows.write_text("text,label\n" + "".join(labelled))
     words = ["--train_file", rows, "--validation_file", rows, "--model_name_or_path", tiny_model]
     words += ["--max_seq_length", 32, "--learning_rate", 5, "--lr_scaling", "linear"]
     _, found = examined(tmp_path, *words, "--global_batch_size", 64)
     assert found["learning rate"]["verdict"] == "WARN"
     assert found["learning rate"]["measured"].startswith("10 is not between")
-    assert found["predictions"]["verdict"] != "WARN"
+    assert found["predictions"]["measured"] == "the rows that were learnt have one label"
 
 
 def test_faults_of_the_user_are_findings(tmp_path: Path, tiny_model: Path) -> None:
