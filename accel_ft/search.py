@@ -114,7 +114,9 @@ def _search(
     database = sqlalchemy.URL.create("sqlite", database=str(config.output_dir / "study.db"))
     study = optuna.create_study(
         study_name=job.best_metric,
-        storage=optuna.storages.RDBStorage(str(database)),
+        storage=optuna.storages.RDBStorage(
+            str(database), engine_kwargs={"poolclass": sqlalchemy.NullPool}
+        ),
         load_if_exists=True,
         direction="maximize" if job.takes_highest else "minimize",
         pruner=optuna.pruners.MedianPruner(n_startup_trials=config.num_startup_trials),

@@ -19,6 +19,16 @@ from accel_ft.errors import ConfigError
 from accel_ft.settings import checked, read_settings
 
 
+def study_in(folder: Path):
+    """The study, read by a connection that is closed after each query."""
+    import optuna
+    from sqlalchemy import NullPool
+
+    keys = {"poolclass": NullPool}
+    storage = optuna.storages.RDBStorage(f"sqlite:///{folder / 'study.db'}", engine_kwargs=keys)
+    return optuna.load_study(study_name="accuracy", storage=storage)
+
+
 def test_a_rank_that_still_saves_is_at_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,12 +78,7 @@ def test_search(tiny_model: Path, rows_file: Path, odd_file: Path, tmp_path: Pat
     assert best["output_dir"] == str(tmp_path / "search/best")
     assert best["train_file"] == str(rows_file)
     assert done.stdout.count("trial_") == 2  # the first one is remembered
-    import optuna
-
-    study = optuna.load_study(
-        study_name="accuracy", storage=f"sqlite:///{tmp_path / 'search/study.db'}"
-    )
-    assert len(study.trials) == 3
+    assert len(study_in(tmp_path / "search").trials) == 3
     assert best["push_to_hub"] is True
     train.main(["--config", str(tmp_path / "search/best.yaml"), "--push_to_hub", "false"])
 
@@ -136,7 +141,7 @@ if "LEAVES_ITS_RANK" in os.environ:
 @pytest.fixture
 def search_of_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Search over stand-ins for runs, whose accuracy is their learning rate, and falls."""
-    optuna = pytest.importorskip("optuna")
+    pytest.importorskip("optuna")
     from accel_ft import search
 
     (tmp_path / "stand_in.py").write_text(STAND_IN)
@@ -155,7 +160,7 @@ def search_of_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         space.write_text(lines)
         places = ["--job", tmp_path / "job.yaml", "--space", space, "--output_dir", folder]
         search.main([*map(str, places), *words])
-        return optuna.load_study(study_name="accuracy", storage=f"sqlite:///{folder / 'study.db'}")
+        return study_in(folder)
 
     return start
 
