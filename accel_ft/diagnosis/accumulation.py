@@ -41,9 +41,9 @@ class _Recorder:
         self.events: list[str] = []
         self.depth = 0
         self.outermost: Callable[..., None] = self.backward
-        self.stepped: list[torch.optim.Optimizer] = []
-        self.used: dict[torch.optim.Optimizer, list[tuple[Any, Any, int]]] = {}
-        self.added: set[torch.optim.Optimizer] = set()
+        self.stepped: set[torch.optim.Optimizer] = set()
+        """Since the last backward pass."""
+        self.uncleared: set[torch.optim.Optimizer] = set()
         self.sums_next = False
 
     def forward(self, model: nn.parallel.DistributedDataParallel) -> None:
@@ -62,8 +62,6 @@ class _Recorder:
                 return original(*args, **kwargs)
             finally:
                 self.leave()
-                if note == self.backward and self.depth == 0:
-                    self.after_backward()
 
         return mock.patch.object(owner, name, noted)
 
@@ -81,55 +79,33 @@ class _Recorder:
         self.depth -= 1
 
     def backward(self, *_: Any) -> None:
-        """Note a backward pass, and the gradients that a step has used and nothing has cleared."""
-        self.added = {optimizer for optimizer in self.added if _gradients(optimizer)}
-        self.used = {
-            optimizer: [(p, p.grad, _version(p.grad)) for p in _gradients(optimizer)]
-            for optimizer in self.stepped
-        }
+        """Note a backward pass, and whose gradients a step has used and nothing has cleared."""
+        self.uncleared = {one for one in self.uncleared | self.stepped if _has_gradients(one)}
+        self.stepped = set()
         self.events.append(BACKWARD)
         if self.sums_next:
             self.events.append(REDUCE)
             self.sums_next = False
 
-    def after_backward(self) -> None:
-        """Keep in mind whose such gradients the pass added to; another's stay as they were."""
-        added = {
-            optimizer
-            for optimizer, used in self.used.items()
-            if any(
-                p.grad is not None and (p.grad is not grad or _version(grad) > version)
-                for p, grad, version in used
-            )
-        }
-        self.added |= added
-        self.stepped = [one for one, used in self.used.items() if used and one not in added]
-        self.used = {}
-
     def step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Note an optimizer's step, and whether it takes what it had taken before: what another
         model's loss left in this one's gradients may be cleared first.
         """
-        if optimizer in self.added and _gradients(optimizer):
+        if optimizer in self.uncleared and _has_gradients(optimizer):
             self.events.append(LEFT)
-        self.added.discard(optimizer)
+        self.uncleared.discard(optimizer)
         self.events.append(STEP)
-        self.stepped.append(optimizer)
+        self.stepped.add(optimizer)
 
     def schedule(self, scheduler: Any, *_: Any) -> None:
         """Note a scheduler's step, and whose it is."""
         self.events.append(f"{SCHEDULE} {id(scheduler)}")
 
 
-def _gradients(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The parameters of an optimizer whose gradients are not all zero."""
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a parameter of an optimizer has a gradient that is not all zero."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return [p for p in parameters if p.grad is not None and bool(p.grad.any())]
-
-
-def _version(gradient: torch.Tensor) -> int:
-    """How often a gradient was written to; FSDP2 writes to its share."""
-    return getattr(gradient, "_local_tensor", gradient)._version
+    return any(bool(p.grad.any()) for p in parameters if p.grad is not None)
 
 
 @contextlib.contextmanager
@@ -180,19 +156,13 @@ def blocks(events: Sequence[str]) -> tuple[list[Update], Update]:
     rest: Update = []
     for event in events:
         rest.append(event)
-        if event == STEP and (BACKWARD in rest or not updates):
-            updates.append(rest)
-            rest = []
-        elif event == STEP:  # of a second optimizer
-            updates[-1] += rest
+        if event == STEP:
+            if updates and BACKWARD not in rest:  # of a second optimizer
+                updates[-1] += rest
+            else:
+                updates.append(rest)
             rest = []
     return updates, rest
-
-
-PREPARED = (
-    "step it once after each optimizer step; one that Accelerate has prepared is stepped once for "
-    "each rank: count its steps over all ranks (before prepare), or leave it out of prepare()"
-)
 
 
 def accumulation_calls(  # noqa: PLR0911
@@ -211,60 +181,63 @@ def accumulation_calls(  # noqa: PLR0911
     if not updates:
         return failed(check, f"no step in {len(events)} calls", "call optimizer.step()")
     counts = [update.count(BACKWARD) for update in updates]
-    if not any(counts):
+    most = max(counts)
+    if most == 0:
         return skipped(check, f"{events.count(STEP)} steps, no backward pass outside of step()")
-    uncleared = events.count(LEFT)
+    if BACKWARD in rest:
+        return failed(
+            check,
+            f"the epoch ends with {rest.count(BACKWARD)} backward passes and no step: their "
+            "gradients are dropped, or go into the next epoch's first update",
+            "step after the last batch of an epoch too (accelerator.accumulate does), and divide "
+            "by the number of samples it has",
+        )
+    if LEFT in events:
+        return failed(
+            check,
+            f"{events.count(LEFT)} updates begin with the gradients of the one before",
+            "optimizer.zero_grad() after each step",
+        )
+    about = f"{len(updates)} updates of {listed(sorted(set(counts)), 8)} micro-batches"
+    if most > accumulation_steps:
+        return failed(
+            check,
+            f"{about}, more than {accumulation_steps}",
+            "see where step() is called; losses with a backward pass each count as micro-batches",
+        )
+    if most < accumulation_steps and len(updates) > 1:
+        return failed(
+            check,
+            f"{about}, fewer than {accumulation_steps}",
+            "step once for all of them: with accelerator.accumulate(model) around each, and "
+            "Accelerator(gradient_accumulation_steps=...)",
+        )
     # a scheduler's step comes after the optimizer's: it stands in the block that follows
     schedules = max(
         max(Counter(e for e in block if e.startswith(SCHEDULE)).values(), default=0)
         for block in [*updates, rest]
     )
-    about = f"{len(updates)} updates of {listed(sorted(set(counts)), 8)} micro-batches"
-    faults = (
-        (
-            rest.count(BACKWARD) > 0,
-            f"the epoch ends with {rest.count(BACKWARD)} backward passes and no step: their "
-            "gradients are dropped, or go into the next epoch's first update",
-            "step after the last batch of an epoch too (accelerator.accumulate does), and divide "
-            "by the number of samples it has",
-        ),
-        (
-            uncleared > 0,
-            f"{uncleared} updates begin with the gradients of the one before",
-            "optimizer.zero_grad() after each step",
-        ),
-        (
-            max(counts) > accumulation_steps,
-            f"{about}, more than {accumulation_steps}",
-            "see where step() is called; losses with a backward pass each count as micro-batches",
-        ),
-        (
-            len(updates) > 1 and max(counts) < accumulation_steps,
-            f"{about}, fewer than {accumulation_steps}",
-            "step once for all of them: with accelerator.accumulate(model) around each, and "
-            "Accelerator(gradient_accumulation_steps=...)",
-        ),
-        (
-            schedules > 1,
-            f"the scheduler is stepped {schedules} times an update",
-            PREPARED,
-        ),
-    )
-    is_after_step = not any(
-        before in (BACKWARD, REDUCE) and event.startswith(SCHEDULE)
-        for before, event in pairwise(events)
-    )
-    for is_so, measured, mend in faults:
-        if is_so and mend is PREPARED and schedules == num_ranks() and is_after_step:
-            return warned(check, f"{measured}, once for each rank", mend)
-        if is_so:
-            return failed(check, measured, mend)
-    sums = [update.count(REDUCE) for update in updates]
-    if max(sums) > 1:
+    if schedules > 1:
+        is_after_backward = any(
+            before in (BACKWARD, REDUCE) and event.startswith(SCHEDULE)
+            for before, event in pairwise(events)
+        )
+        is_for_each_rank = schedules == num_ranks() and not is_after_backward
+        judged = warned if is_for_each_rank else failed
+        return judged(
+            check,
+            f"the scheduler is stepped {schedules} times an update"
+            + (", once for each rank" if is_for_each_rank else ""),
+            "step it once after each optimizer step; one that Accelerate has prepared is stepped "
+            "once for each rank: count its steps over all ranks (before prepare), or leave it out "
+            "of prepare()",
+        )
+    sums = max(update.count(REDUCE) for update in updates)
+    if sums > 1:
         return warned(
             check,
-            f"gradients are summed over the ranks up to {max(sums)} times an update of "
-            f"{max(counts)} micro-batches",
+            f"gradients are summed over the ranks up to {sums} times an update of "
+            f"{most} micro-batches",
             "model.no_sync() around all but the last backward pass (accelerator.accumulate)",
         )
     if len(set(counts)) > 1:
