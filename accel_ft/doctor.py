@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Examine the set-up; exit with 1 where a check fails."""
     config = parse(DoctorConfig, argv, "doctor", settings_to_reproduce)
 
-    from accel_ft.diagnosis.finding import Finding, Verdict, failed, line
+    from accel_ft.diagnosis.finding import Finding, Verdict, line
     from accel_ft.diagnosis.job import examine
     from accel_ft.runtime.logging import setup_logging
 
@@ -28,7 +28,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     setup_logging(0 if is_main else 1)
     logging.getLogger("accel_ft").setLevel(logging.ERROR)
     findings: list[Finding] = []
-    unfinished = failed("examination", "did not come to its end", "standard error says why")
+    unfinished = Finding(
+        "examination", Verdict.FAIL, "did not come to its end", "standard error says why"
+    )
 
     def write(*more: Finding) -> None:
         if is_main and config.json is not None:
@@ -48,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except Preempted as error:
         raise Preempted("the examination was stopped before its end") from error
     except UserError as error:
-        note(failed("set-up", str(error), "as it says"))
+        note(Finding("set-up", Verdict.FAIL, str(error), "as it says"))
     write()
     counts = {verdict: sum(f.verdict is verdict for f in findings) for verdict in Verdict}
     if is_main:

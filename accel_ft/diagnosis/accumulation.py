@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 
 from accel_ft.diagnosis.finding import (
     Finding,
+    check,
     failed,
     listed,
     num_ranks,
@@ -165,6 +166,7 @@ def blocks(events: Sequence[str]) -> tuple[list[Update], Update]:
     return updates, rest
 
 
+@check("accumulation")
 def accumulation_calls(  # noqa: PLR0911
     events: Sequence[str], accumulation_steps: int
 ) -> Finding:
@@ -174,19 +176,17 @@ def accumulation_calls(  # noqa: PLR0911
         events: from `recording`.
         accumulation_steps: micro-batches an update is meant to have.
     """
-    check = "accumulation"
     updates, rest = blocks(events)
     if WITHIN in events:
-        return skipped(check, f"{events.count(WITHIN)} steps within the backward pass")
+        return skipped(f"{events.count(WITHIN)} steps within the backward pass")
     if not updates:
-        return failed(check, f"no step in {len(events)} calls", "call optimizer.step()")
+        return failed(f"no step in {len(events)} calls", "call optimizer.step()")
     counts = [update.count(BACKWARD) for update in updates]
     most = max(counts)
     if most == 0:
-        return skipped(check, f"{events.count(STEP)} steps, no backward pass outside of step()")
+        return skipped(f"{events.count(STEP)} steps, no backward pass outside of step()")
     if BACKWARD in rest:
         return failed(
-            check,
             f"the epoch ends with {rest.count(BACKWARD)} backward passes and no step: their "
             "gradients are dropped, or go into the next epoch's first update",
             "step after the last batch of an epoch too (accelerator.accumulate does), and divide "
@@ -194,20 +194,17 @@ def accumulation_calls(  # noqa: PLR0911
         )
     if LEFT in events:
         return failed(
-            check,
             f"{events.count(LEFT)} updates begin with the gradients of the one before",
             "optimizer.zero_grad() after each step",
         )
     about = f"{len(updates)} updates of {listed(sorted(set(counts)), 8)} micro-batches"
     if most > accumulation_steps:
         return failed(
-            check,
             f"{about}, more than {accumulation_steps}",
             "see where step() is called; losses with a backward pass each count as micro-batches",
         )
     if most < accumulation_steps and len(updates) > 1:
         return failed(
-            check,
             f"{about}, fewer than {accumulation_steps}",
             "step once for all of them: with accelerator.accumulate(model) around each, and "
             "Accelerator(gradient_accumulation_steps=...)",
@@ -225,7 +222,6 @@ def accumulation_calls(  # noqa: PLR0911
         is_for_each_rank = schedules == num_ranks() and not is_after_backward
         judged = warned if is_for_each_rank else failed
         return judged(
-            check,
             f"the scheduler is stepped {schedules} times an update"
             + (", once for each rank" if is_for_each_rank else ""),
             "step it once after each optimizer step; one that Accelerate has prepared is stepped "
@@ -235,20 +231,19 @@ def accumulation_calls(  # noqa: PLR0911
     sums = max(update.count(REDUCE) for update in updates)
     if sums > 1:
         return warned(
-            check,
             f"gradients are summed over the ranks up to {sums} times an update of "
             f"{most} micro-batches",
             "model.no_sync() around all but the last backward pass (accelerator.accumulate)",
         )
     if len(set(counts)) > 1:
         return warned(
-            check,
             f"{about}: a short last block",
             "its loss must be divided by its own number of samples: see `accumulated gradient`",
         )
-    return passed(check, about)
+    return passed(about)
 
 
+@check("accumulated gradient")
 def accumulated_gradient(
     model: nn.Module,
     micro_batches: Callable[[], Any],
@@ -264,7 +259,6 @@ def accumulated_gradient(
         whole_batch: computes the mean loss of the same samples and its backward pass.
         tolerance: relative; float32 sums in another order differ by about 1e-6, bf16 by 1e-2.
     """
-    check = "accumulated gradient"
     ours, theirs = gradients_of(model, micro_batches), gradients_of(model, whole_batch)
     aa, ab, bb = torch.zeros(3, dtype=torch.float64)
     for name in theirs | ours:  # one after the other: all at once would be four times the model
@@ -275,16 +269,15 @@ def accumulated_gradient(
         aa, bb = aa + (0 if a is None else a @ a), bb + (0 if b is None else b @ b)
         ab += 0 if a is None or b is None else a @ b
     if not bb:
-        return failed(check, "the whole batch leaves no gradient", "is anything trained?")
+        return failed("the whole batch leaves no gradient", "is anything trained?")
     factor = float(ab / bb)
     left = (aa - 2 * factor * ab + factor**2 * bb).clamp_min(0)  # that no factor explains
     rest = float((left / aa.clamp_min(1e-60)).sqrt())
     about = f"{factor:.4f} times that of the whole batch, {rest:.1e} of it in another direction"
     if not (abs(factor - 1) <= tolerance and rest <= tolerance):  # nor where one is no number
         return failed(
-            check,
             about,
             "divide each micro-batch's summed loss by the samples (or label weight) of the whole "
             "update, not by its own; compute the loss outside the model",
         )
-    return passed(check, about)
+    return passed(about)

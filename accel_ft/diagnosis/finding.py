@@ -1,14 +1,16 @@
 """What a check says, and how the checks of several ranks hear of each other."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cache
-from typing import Any
+from functools import cache, wraps
+from typing import Any, ParamSpec
 
 from torch import distributed as dist
 
 from accel_ft.runtime.watch import new_host_group
+
+P = ParamSpec("P")
 
 
 class Verdict(StrEnum):
@@ -37,24 +39,37 @@ class Finding:
     mend: str = ""
 
 
-def passed(check: str, measured: str) -> Finding:
-    """Return a PASS."""
-    return Finding(check, Verdict.PASS, measured)
+def check(name: str) -> Callable[[Callable[P, Finding]], Callable[P, Finding]]:
+    """Give what a function finds the check's name."""
+
+    def named(judge: Callable[P, Finding]) -> Callable[P, Finding]:
+        @wraps(judge)
+        def judged(*args: P.args, **kwargs: P.kwargs) -> Finding:
+            return replace(judge(*args, **kwargs), check=name)
+
+        return judged
+
+    return named
 
 
-def warned(check: str, measured: str, mend: str) -> Finding:
-    """Return a WARN."""
-    return Finding(check, Verdict.WARN, measured, mend)
+def passed(measured: str) -> Finding:
+    """Return a PASS, which `check` names."""
+    return Finding("", Verdict.PASS, measured)
 
 
-def failed(check: str, measured: str, mend: str) -> Finding:
-    """Return a FAIL."""
-    return Finding(check, Verdict.FAIL, measured, mend)
+def warned(measured: str, mend: str) -> Finding:
+    """Return a WARN, which `check` names."""
+    return Finding("", Verdict.WARN, measured, mend)
 
 
-def skipped(check: str, reason: str) -> Finding:
-    """Return a SKIP."""
-    return Finding(check, Verdict.SKIP, reason)
+def failed(measured: str, mend: str) -> Finding:
+    """Return a FAIL, which `check` names."""
+    return Finding("", Verdict.FAIL, measured, mend)
+
+
+def skipped(reason: str) -> Finding:
+    """Return a SKIP, which `check` names."""
+    return Finding("", Verdict.SKIP, reason)
 
 
 def num_ranks() -> int:

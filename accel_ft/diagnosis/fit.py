@@ -1,12 +1,12 @@
 """Will it fit: bytes on each rank, by what they are for, against what the device has."""
 
-from accel_ft.diagnosis.finding import Finding, failed, passed
+from accel_ft.diagnosis.finding import Finding, check, failed, passed
 from accel_ft.model.memory import RESERVE, Need
 
-CHECK = "will it fit"
 MIB = 2**20
 
 
+@check("will it fit")
 def will_it_fit(
     wanted: Need, strategy: str, num_ranks: int, capacity: int, rows: int, on_cpu: bool = False
 ) -> Finding:
@@ -53,5 +53,5 @@ def will_it_fit(
     else:
         choice = "a larger device, more ranks, or a smaller model: not one row fits"
     if now <= usable:
-        return passed(CHECK, f"{about}; its choice: {choice}")
-    return failed(CHECK, about, choice)
+        return passed(f"{about}; its choice: {choice}")
+    return failed(about, choice)

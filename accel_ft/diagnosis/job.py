@@ -36,7 +36,7 @@ from accel_ft.diagnosis import (
     strides,
     tensors,
 )
-from accel_ft.diagnosis.finding import Finding, Verdict, agreed, failed, gather, skipped
+from accel_ft.diagnosis.finding import Finding, Verdict, agreed, gather
 from accel_ft.diagnosis.sample import write_sample
 from accel_ft.engine.build import build, plain_model
 from accel_ft.engine.fitting import measured_need, strategy_name
@@ -117,7 +117,7 @@ def _guarded(config: TrainConfig) -> Iterator[Finding]:
     except Exception as error:
         logger.exception("the examination ended early")
         words = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        yield failed(UNFORESEEN, words, "the traceback says where")
+        yield Finding(UNFORESEEN, Verdict.FAIL, words, "the traceback says where")
 
 
 def _examine(config: TrainConfig) -> Iterator[Finding]:
@@ -207,7 +207,7 @@ def _on_the_job(
         yield from _on_a_plain_model(run, config, capacity)
     else:
         reason = "the whole model, its gradients and moments do not fit on a rank beside the run"
-        yield skipped("the model alone", reason)
+        yield Finding("the model alone", Verdict.SKIP, reason)
     yield from _on_the_replicas(run, "at the start")
     with dropout.on_cpu(accelerator.device):  # as training does
         yield from _on_the_loop(run)
@@ -256,7 +256,7 @@ def _on_the_data(run: Run) -> Iterator[Finding]:
     if run.plan.steps_per_epoch > 1:
         yield sampling.training_sampling(Epoch(), len(run.splits.train), _places)
     else:  # sorted by length, it may have the same order each time
-        yield skipped(sampling.TRAINING, "an epoch is one batch")
+        yield Finding("training rows", Verdict.SKIP, "an epoch is one batch")
     yield sampling.evaluation_sampling(run.validation_loader, len(run.splits.validation), _places)
 
 
@@ -298,7 +298,7 @@ def _on_a_plain_model(run: Run, config: TrainConfig, capacity: int) -> Iterator[
     whole = run.plan.global_batch(0)
     cut_otherwise = [whole[start :: len(parts)] for start in range(len(parts))]
     if accelerator.mixed_precision == "fp16":
-        yield skipped("accumulated gradient", FP16)
+        yield Finding("accumulated gradient", Verdict.SKIP, FP16)
     else:
         tolerance = TOLERANCE[accelerator.mixed_precision]
         yield accumulation.accumulated_gradient(
@@ -309,7 +309,7 @@ def _on_a_plain_model(run: Run, config: TrainConfig, capacity: int) -> Iterator[
         )
     first = _backward(run, model, 0, parts)
     if run.config.problem_type == "regression":
-        yield skipped("initial loss", "nothing is known of a regression's")
+        yield Finding("initial loss", Verdict.SKIP, "nothing is known of a regression's")
     else:  # a label of several is there or not
         several = run.config.problem_type == "multi_label_classification"
         num_labels = 2 if several else len(run.splits.label_names)
@@ -383,10 +383,10 @@ def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
     is_part = run.config.freeze is not None or run.config.lora_r is not None
     yield learning.usual_rate(scaled_learning_rate(run.config), 1.0 if is_part else None)
     if run.accelerator.mixed_precision == "fp16":
-        yield skipped("overfits", FP16)
+        yield Finding("overfits", Verdict.SKIP, FP16)
         return
     if run.config.freeze is not None:
-        yield skipped("overfits", "a frozen encoder learns no rows by heart")
+        yield Finding("overfits", Verdict.SKIP, "a frozen encoder learns no rows by heart")
         return
     split = run.splits.train
     places = np.arange(min(len(split), 100 * LEARNT_ROWS), dtype=np.int64)
@@ -413,10 +413,10 @@ def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
     one_label = run.config.problem_type == "single_label_classification"
     yield learning.overfits(step, goal=0.1 if one_label else None)
     if not one_label:
-        yield skipped("predictions", f"{run.config.problem_type}: none is a class")
+        yield Finding("predictions", Verdict.SKIP, f"{run.config.problem_type}: none is a class")
         return
     if bool((batch["labels"] == batch["labels"][0]).all()):
-        yield skipped("predictions", "the rows that were learnt have one label")
+        yield Finding("predictions", Verdict.SKIP, "the rows that were learnt have one label")
         return
     with torch.no_grad(), run.accelerator.autocast():
         yield learning.varied_predictions(forward(model, batch))
@@ -446,7 +446,9 @@ def _on_the_loop(run: Run) -> Iterator[Finding]:
     yield accumulation.accumulation_calls(events, run.accumulation_steps)
     has_room = _has_room(run)
     if run.accelerator.mixed_precision == "fp16" or not has_room:
-        yield skipped("one against many", FP16 if has_room else "no room for a whole model")
+        yield Finding(
+            "one against many", Verdict.SKIP, FP16 if has_room else "no room for a whole model"
+        )
         return
     logged = list(read_events(run.events.path))
     ours = [(e["loss"], e["grad_norm"]) for e in logged if e["event"] == "train"]

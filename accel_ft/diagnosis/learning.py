@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from accel_ft.diagnosis.finding import Finding, failed, listed, passed, skipped, warned
+from accel_ft.diagnosis.finding import Finding, check, failed, listed, passed, skipped, warned
 from accel_ft.diagnosis.gradients import whole
 
 ENOUGH_UPDATES = 20  # to tell a loss that does not fall
@@ -16,6 +16,7 @@ FALLING = 0.9
 LOWEST_RATE, HIGHEST_RATE = 1e-7, 1e-2
 
 
+@check("initial loss")
 def initial_loss(loss: float, num_labels: int, is_fresh: bool = True) -> Finding:
     """Compare the first loss with that of a classifier that knows nothing, ln(num_labels).
 
@@ -24,19 +25,17 @@ def initial_loss(loss: float, num_labels: int, is_fresh: bool = True) -> Finding
         num_labels: C.
         is_fresh: whether the head was drawn anew; a trained one is below.
     """
-    check = "initial loss"
     expected = math.log(num_labels)
     about = f"{loss:.4f}, ln({num_labels}) is {expected:.4f}"
     if not math.isfinite(loss):
-        return failed(check, about, "see the inputs and the precision: no number comes out")
+        return failed(about, "see the inputs and the precision: no number comes out")
     if loss > 2 * expected + 0.5 or (is_fresh and loss < expected / 2):
         return warned(
-            check,
             about,
             "a fresh head should begin near it: see the labels, the size of the head's weights, "
             "and whether the loss is a mean",
         )
-    return passed(check, about)
+    return passed(about)
 
 
 def _partner(name: str) -> str:
@@ -45,6 +44,7 @@ def _partner(name: str) -> str:
     return f"{found[1]}{'BA'['AB'.index(found[2])]}{found[3]}" if found else ""
 
 
+@check("learning rate")
 def usual_rate(learning_rate: float, highest: float | None = None) -> Finding:
     """Compare a learning rate of AdamW with those that models are fine-tuned at.
 
@@ -52,45 +52,44 @@ def usual_rate(learning_rate: float, highest: float | None = None) -> Finding:
         learning_rate: at its peak.
         highest: a new head on a frozen encoder, or adapters, bear more than a whole model.
     """
-    check, highest = "learning rate", highest or HIGHEST_RATE
+    highest = highest or HIGHEST_RATE
     if LOWEST_RATE <= learning_rate <= highest:
-        return passed(check, f"{learning_rate:g}")
+        return passed(f"{learning_rate:g}")
     about = f"{learning_rate:g} is not between {LOWEST_RATE:g} and {highest:g}"
-    return warned(check, about, "2e-5 to 1e-4 for a whole encoder, 1e-3 for adapters or a head")
+    return warned(about, "2e-5 to 1e-4 for a whole encoder, 1e-3 for adapters or a head")
 
 
+@check("gradient norms")
 def gradient_norms(model: nn.Module) -> Finding:
     """Look at the gradients that a backward pass has left: finite, and not all zero.
 
     Adapters (lora_A, lora_B) begin with one factor at zero, so that the other's is zero at first.
     Collective where FSDP2 has sharded them.
     """
-    check = "gradient norms"
     norms = {
         n: float(whole(p.grad).float().norm())
         for n, p in model.named_parameters()
         if p.grad is not None
     }
     if not norms:
-        return failed(check, "no parameter has a gradient", "loss.backward(), requires_grad")
+        return failed("no parameter has a gradient", "loss.backward(), requires_grad")
     sick = [name for name, norm in norms.items() if not math.isfinite(norm)]
     if sick:
-        return failed(
-            check, f"not finite: {listed(sick)}", "see the inputs, the precision, the rate"
-        )
+        return failed(f"not finite: {listed(sick)}", "see the inputs, the precision, the rate")
     still = [name for name, norm in norms.items() if norm == 0.0 and not norms.get(_partner(name))]
     total = math.sqrt(sum(norm**2 for norm in norms.values()))
     if total == 0.0:
-        return failed(check, "all are zero", "the loss does not depend on the weights")
+        return failed("all are zero", "the loss does not depend on the weights")
     about = f"{total:.4f} in all, {len(norms)} parameters"
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     if frozen:
         about += f"; {len(frozen)} are frozen, the last one {frozen[-1]}"
     if still:
-        return warned(check, f"{about}; zero: {listed(still)}", "does the loss depend on them?")
-    return passed(check, about)
+        return warned(f"{about}; zero: {listed(still)}", "does the loss depend on them?")
+    return passed(about)
 
 
+@check("overfits")
 def overfits(
     step: Callable[[], float], steps: int = 200, seconds: float = 15.0, goal: float | None = 0.1
 ) -> Finding:
@@ -104,28 +103,24 @@ def overfits(
         goal: loss in nats that is near enough; None for a third of the first one, where a loss has
             no scale of its own. Three updates in a row must be below it.
     """
-    check = "overfits"
     losses: list[float] = []
     started = time.monotonic()
     while len(losses) < steps and time.monotonic() - started < seconds:
         losses.append(step())
         goal = losses[0] / 3 if goal is None else goal
         if len(losses) >= 3 and max(losses[-3:]) < goal:
-            return passed(
-                check, f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} updates"
-            )
+            return passed(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} updates")
         if not math.isfinite(losses[-1]):
             break
     about = (
         f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} updates, not below {goal:.3g}"
     )
     if len(losses) < steps and losses[-1] < losses[0] / 2:
-        return passed(check, f"{about}: half, which {seconds:.0f} s allow")
+        return passed(f"{about}: half, which {seconds:.0f} s allow")
     falls = losses[-1] < FALLING * losses[0]
     if len(losses) < (steps if falls else min(steps, ENOUGH_UPDATES)) and math.isfinite(losses[-1]):
-        return skipped(check, f"{about}: too slow a device to tell in {seconds:.0f} s")
+        return skipped(f"{about}: too slow a device to tell in {seconds:.0f} s")
     return failed(
-        check,
         about,
         "are labels and rows of one sample? is a layer frozen, see `gradient norms`, that should "
         "learn? does the optimizer hold the parameters, and is the "
@@ -133,19 +128,19 @@ def overfits(
     )
 
 
+@check("predictions")
 def varied_predictions(logits: torch.Tensor) -> Finding:
     """Look at what is predicted: not one class for all, after some training.
 
     Args:
         logits: [n, C].
     """
-    check = "predictions"
     if logits.shape[-1] == 1:
-        return skipped(check, "one logit: there are no classes to count")
+        return skipped("one logit: there are no classes to count")
     counts = torch.bincount(logits.argmax(-1).flatten().cpu(), minlength=logits.shape[-1])
     about = f"of {len(logits)} rows by class: {counts.tolist()}"
     if not torch.isfinite(logits).all():
-        return failed(check, "logits are not finite", "see the inputs and the precision")
+        return failed("logits are not finite", "see the inputs and the precision")
     if len(logits) >= 8 and int((counts > 0).sum()) == 1:
-        return warned(check, f"{about}: one class for all", "train longer, or see `overfits`")
-    return passed(check, about)
+        return warned(f"{about}: one class for all", "train longer, or see `overfits`")
+    return passed(about)

@@ -15,6 +15,7 @@ from torch import distributed as dist
 
 from accel_ft.diagnosis.finding import (
     Finding,
+    check,
     failed,
     gather,
     listed,
@@ -33,21 +34,21 @@ SHARED_BYTES = 256 * MIB
 SKEW_SECONDS = 2.0
 
 
+@check("versions")
 def versions() -> Finding:
     """Compare the versions of the libraries over the ranks. Collective."""
-    check = "versions"
     ranks = gather({name: importlib.metadata.version(name) for name in PACKAGES})
     differing = [name for name in PACKAGES if len({rank[name] for rank in ranks}) > 1]
     if differing:
         words = [f"{name} {' / '.join(rank[name] for rank in ranks)}" for name in differing]
         judged = failed if "torch" in differing else warned
-        return judged(check, listed(words), "install the same versions on every machine")
-    return passed(check, ", ".join(f"{name} {ranks[0][name]}" for name in PACKAGES))
+        return judged(listed(words), "install the same versions on every machine")
+    return passed(", ".join(f"{name} {ranks[0][name]}" for name in PACKAGES))
 
 
+@check("device")
 def devices(device: torch.device, precision: str) -> Finding:
     """Describe each rank's device; does it compute in `precision` (no, bf16, fp16)? Collective."""
-    check = "device"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -62,23 +63,22 @@ def devices(device: torch.device, precision: str) -> Finding:
     backend = f", {dist.get_backend()}" if dist.is_initialized() else ""
     places = [place for _, _, place in ranks if place]
     if len(set(places)) < len(places):
-        return failed(check, f"several ranks on one device: {listed(places, 8)}",
+        return failed(f"several ranks on one device: {listed(places, 8)}",
                       "LOCAL_RANK decides the device: as many processes as GPUs")  # fmt: skip
     if precision == "bf16" and not all(has for _, has, _ in ranks):
         return warned(
-            check,
             f"{about}{backend}: bf16 is imitated here, some times slower than float32",
             "--mixed_precision no",
         )
-    return passed(check, f"{len(ranks)} x {about}{backend}")
+    return passed(f"{len(ranks)} x {about}{backend}")
 
 
+@check("all-reduce")
 def links(device: torch.device) -> Finding:
     """Time all-reduces: us and GB/s (2 (N - 1) / N bytes a byte) of each size. Collective."""
-    check = "all-reduce"
     count, words = num_ranks(), []
     if count == 1:
-        return skipped(check, "one process: nothing is sent")
+        return skipped("one process: nothing is sent")
     for size in REDUCED_BYTES:
         tensor = torch.ones(size // 4, device=device)
         dist.all_reduce(tensor)
@@ -94,14 +94,13 @@ def links(device: torch.device) -> Finding:
         ranks = gather((statistics.median(times), is_right))
         wrong = [rank for rank, (_, is_right) in enumerate(ranks) if not is_right]
         if wrong:
-            return failed(
-                check, f"{size} bytes of ones do not sum to {count} on rank {listed(wrong)}",
+            return failed(f"{size} bytes of ones do not sum to {count} on rank {listed(wrong)}",
                 "the link or its driver corrupts data: NCCL_P2P_DISABLE=1 tells which path",
             )  # fmt: skip
         seconds = max(seconds for seconds, _ in ranks)
         rate = 2 * (count - 1) / count * size / seconds / 1e9
         words.append(f"{size / 1024:,.0f} KiB {seconds * 1e6:,.0f} us ({rate:.2f} GB/s)")
-    return passed(check, f"{count} ranks: {'; '.join(words)}")
+    return passed(f"{count} ranks: {'; '.join(words)}")
 
 
 def _wait(device: torch.device) -> None:
@@ -109,6 +108,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+@check("loader")
 def loader_speed(
     batches: Iterable[Any], step: Callable[[Any], Any], device: torch.device
 ) -> Finding:
@@ -119,7 +119,6 @@ def loader_speed(
         step: forward and backward of one batch.
         device: waited for after each step.
     """
-    check = "loader"
     waits, steps = [], []
     start = time.perf_counter()
     for batch in islice(batches, TIMED_BATCHES + 2):
@@ -131,17 +130,17 @@ def loader_speed(
         steps.append(done - arrived)
         start = done
     if len(waits) < 3:
-        return skipped(check, f"{len(waits)} batches are too few to time")
+        return skipped(f"{len(waits)} batches are too few to time")
     wait, work = statistics.median(waits[2:]), statistics.median(steps[2:])
     about = f"a batch takes {1000 * wait:.1f} ms to come and {1000 * work:.1f} ms to compute"
     if wait > work:
-        return warned(check, about, "dataloader_num_workers: 2 or more; tokenise beforehand")
-    return passed(check, about)
+        return warned(about, "dataloader_num_workers: 2 or more; tokenise beforehand")
+    return passed(about)
 
 
+@check("limits")
 def limits(num_workers: int = 0) -> Finding:
     """Look at the limits of open files and shared memory, on every rank's machine. Collective."""
-    check = "limits"
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None
     ranks = gather((files, shared))
@@ -151,17 +150,17 @@ def limits(num_workers: int = 0) -> Finding:
     if free:
         about += f", {min(free) / MIB:,.0f} MiB of shared memory free"
     if files < OPEN_FILES:
-        return warned(check, about, f"ulimit -n {OPEN_FILES}")
+        return warned(about, f"ulimit -n {OPEN_FILES}")
     if free and min(free) < SHARED_BYTES and num_workers > 0:
-        return warned(check, about, "a larger /dev/shm (docker run --shm-size 1g) for the workers")
-    return passed(check, about)
+        return warned(about, "a larger /dev/shm (docker run --shm-size 1g) for the workers")
+    return passed(about)
 
 
+@check("clocks")
 def clocks() -> Finding:
     """Compare the clocks of the ranks' machines. Collective."""
-    check = "clocks"
     if num_ranks() == 1:
-        return skipped(check, "one process: one clock")
+        return skipped("one process: one clock")
     spreads = []
     for _ in range(3):
         gather(None)
@@ -169,10 +168,11 @@ def clocks() -> Finding:
         spreads.append(max(times) - min(times))
     spread = min(spreads)
     if spread > SKEW_SECONDS:
-        return warned(check, f"{spread:.1f} s apart", "chrony or ntpd: logs are compared by time")
-    return passed(check, f"less than {max(spread, 0.001):.3f} s apart")
+        return warned(f"{spread:.1f} s apart", "chrony or ntpd: logs are compared by time")
+    return passed(f"less than {max(spread, 0.001):.3f} s apart")
 
 
+@check("Hub")
 def hub(needed: bool, offline: bool, reachable: Callable[[], bool]) -> Finding:
     """Say whether the Hub can be reached, where the job needs it.
 
@@ -181,24 +181,23 @@ def hub(needed: bool, offline: bool, reachable: Callable[[], bool]) -> Finding:
         offline: whether HF_HUB_OFFLINE is set.
         reachable: asks it, within a few seconds.
     """
-    check = "Hub"
     if offline:
-        return skipped(check, "HF_HUB_OFFLINE is set: models and data come from disk")
+        return skipped("HF_HUB_OFFLINE is set: models and data come from disk")
     if not needed:
-        return skipped(check, "the job needs nothing of it")
+        return skipped("the job needs nothing of it")
     if reachable():
-        return passed(check, "can be reached")
+        return passed("can be reached")
     return warned(
-        check, "cannot be reached", "models and data from folders and files, and HF_HUB_OFFLINE=1"
+        "cannot be reached", "models and data from folders and files, and HF_HUB_OFFLINE=1"
     )
 
 
+@check("disk")
 def disk(folder: Path, wanted: int) -> Finding:
     """Compare the free bytes of a folder's disk with the bytes a run's checkpoints need."""
-    check = "disk"
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     about = f"{free / MIB:,.0f} MiB free, {wanted / MIB:,.0f} for the checkpoints"
     if free < wanted:
-        return failed(check, about, "another output_dir, a smaller save_total_limit, or more room")
-    return passed(check, about)
+        return failed(about, "another output_dir, a smaller save_total_limit, or more room")
+    return passed(about)

@@ -11,7 +11,17 @@ from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accel_ft.diagnosis.finding import Finding, failed, gather, listed, passed, skipped, warned
+from accel_ft.diagnosis.finding import (
+    Finding,
+    Verdict,
+    check,
+    failed,
+    gather,
+    listed,
+    passed,
+    skipped,
+    warned,
+)
 from accel_ft.diagnosis.gradients import reshard
 
 SPREAD_SECONDS = 5.0
@@ -31,6 +41,7 @@ def construction() -> Iterator[list[bool]]:
         yield log
 
 
+@check("order of construction")
 def construction_order(log: list[bool], num_ranks: int) -> Finding:
     """Judge what `construction` noted on this rank. Collective.
 
@@ -38,31 +49,29 @@ def construction_order(log: list[bool], num_ranks: int) -> Finding:
         log: from `construction`.
         num_ranks: how many ranks the launcher started.
     """
-    check = "order of construction"
     if num_ranks == 1:
-        return skipped(check, "one process: there is no group to be late")
+        return skipped("one process: there is no group to be late")
     ranks = gather((log.count(False), dist.is_initialized()))
     if not all(has_group for _, has_group in ranks):
-        return failed(check, "there is no process group", "Accelerator() or init_process_group()")
+        return failed("there is no process group", "Accelerator() or init_process_group()")
     at_fault = [rank for rank, (early, _) in enumerate(ranks) if early]
     if at_fault:
         return warned(
-            check,
             f"{max(early for early, _ in ranks)} DataLoader built before the process group, on "
             f"rank {listed(at_fault)}: a sampler made then knows one rank",
             "make the Accelerator (or init_process_group) first, then the DataLoader; see "
             "`training rows` for whether the ranks share their rows",
         )
-    return passed(check, f"{len(log)} DataLoaders, the process group first")
+    return passed(f"{len(log)} DataLoaders, the process group first")
 
 
+@check("optimizer's parameters")
 def optimizer_holds_model(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Finding:
     """Compare the optimizers' tensors with the model's parameters, by identity.
 
     Returns:
         FAIL where they hold tensors the model does not have, WARN where trainable ones are in none.
     """
-    check = "optimizer's parameters"
     reshard(model)
     own = {id(p) for p in model.parameters()}
     trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
@@ -71,7 +80,6 @@ def optimizer_holds_model(model: nn.Module, *optimizers: torch.optim.Optimizer) 
     strangers = len(held - own)
     if strangers and missing:
         return failed(
-            check,
             f"the optimizer holds {strangers} tensors the model no longer has, and not: "
             f"{listed(missing)}",
             "build the optimizer after FSDP has wrapped the model, or prepare both in one call "
@@ -79,11 +87,10 @@ def optimizer_holds_model(model: nn.Module, *optimizers: torch.optim.Optimizer) 
         )
     if missing:
         return warned(
-            check,
             f"in no optimizer, and so never trained: {listed(missing)}",
             "give them to an optimizer, or requires_grad_(False)",
         )
-    return passed(check, f"all {len(trainable)} trainable parameters are held")
+    return passed(f"all {len(trainable)} trainable parameters are held")
 
 
 def arrival(stage: str, limit_seconds: float = SPREAD_SECONDS) -> Finding:
@@ -94,17 +101,17 @@ def arrival(stage: str, limit_seconds: float = SPREAD_SECONDS) -> Finding:
         stage: its name.
         limit_seconds: above which it is a warning.
     """
-    check = f"arrival at {stage}"
     started = time.monotonic()
     gather(None)
     waits = gather(time.monotonic() - started)
     spread, last = max(waits) - min(waits), waits.index(min(waits))
     about = f"{spread:.2f} s between the first and the last of {len(waits)} ranks"
     if spread > limit_seconds:
-        return warned(
-            check,
+        return Finding(
+            f"arrival at {stage}",
+            Verdict.WARN,
             f"{about}; rank {last} comes last",
             f"see what rank {last} does before it; a rank that prepares data for all is best "
             "waited for with a time limit of its own",
         )
-    return passed(check, about)
+    return Finding(f"arrival at {stage}", Verdict.PASS, about)

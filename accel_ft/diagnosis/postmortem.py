@@ -17,10 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from accel_ft.diagnosis.finding import Finding, failed, listed, passed
+from accel_ft.diagnosis.finding import Finding, check, failed, listed, passed
 from accel_ft.errors import first_line
 
-CHECK = "post-mortem"
 LOG = "rank_{:05d}.log"
 STAGE, RAISED = "stage of accel_ft: ", "raised: "
 ECHOES = ("connection closed", "connection reset", "broken pipe", "timed out", "remote process")
@@ -78,6 +77,7 @@ class Stages:
             faulthandler.enable(sys.stderr)
 
 
+@check("post-mortem")
 def post_mortem(
     folder: Path, num_ranks: int, exit_codes: Mapping[int, int] | None = None
 ) -> Finding:
@@ -91,26 +91,23 @@ def post_mortem(
     ends = [_read(folder, rank, (exit_codes or {}).get(rank)) for rank in range(num_ranks)]
     missing = [end.rank for end in ends if not end.stage]
     if missing:
-        return failed(
-            CHECK, f"rank {listed(missing)} never started", "see the launcher's own output"
-        )
+        return failed(f"rank {listed(missing)} never started", "see the launcher's own output")
     lost = [end for end in ends if not end.is_well]
     if not lost:
-        return passed(CHECK, f"{num_ranks} ranks reached their end")
+        return passed(f"{num_ranks} ranks reached their end")
     well = [end.rank for end in ends if end.is_well]
     gone = f"; rank {listed(well)} had reached its end before" if well else ""
     hung = [end for end in lost if end.hung]
     causes = [end for end in lost if not end.hung and not end.is_echo]
     if hung and not causes:
         return failed(
-            CHECK,
             f"a hang: {listed([end.where for end in lost], 8)}{gone}",
             "all ranks must come to the same collectives in the same order: compare the lines; "
             f"loaders of unequal length end early on one rank; {NCCL}",
         )
     first = min(causes or lost, key=lambda end: end.at)
     log = folder / LOG.format(first.rank)
-    return failed(CHECK, f"{first.where}{first.how}{gone}", f"see {log}")
+    return failed(f"{first.where}{first.how}{gone}", f"see {log}")
 
 
 class _End(NamedTuple):

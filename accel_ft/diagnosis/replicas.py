@@ -9,6 +9,7 @@ from torch import nn
 
 from accel_ft.diagnosis.finding import (
     Finding,
+    check,
     failed,
     gather,
     listed,
@@ -54,22 +55,22 @@ def is_sharded(model: nn.Module) -> bool:
     return shares or strategy_of(model).startswith("FSDP")
 
 
-def _alike(check: str, model: nn.Module, tensors: Tensors, mend: str) -> Finding:
+def _alike(model: nn.Module, tensors: Tensors, mend: str) -> Finding:
     if num_ranks() == 1:
-        return skipped(check, "one process: nothing to compare with")
+        return skipped("one process: nothing to compare with")
     if is_sharded(model):
-        return skipped(check, "each rank holds its own share under FSDP")
+        return skipped("each rank holds its own share under FSDP")
     differing, count, odd = _differing(tensors)
     if differing:
         words = f"{len(differing)} of {count} differ, on rank {listed(odd)}; the first is"
-        return failed(check, f"{words} {differing[0]}", mend)
-    return passed(check, f"{count} tensors have the same bits on every rank")
+        return failed(f"{words} {differing[0]}", mend)
+    return passed(f"{count} tensors have the same bits on every rank")
 
 
+@check("same weights")
 def same_weights(model: nn.Module) -> Finding:
     """Compare parameters bit by bit over the ranks; not for sharded ones. Collective."""
     return _alike(
-        "same weights",
         model,
         model.named_parameters(),
         "the same seed on every rank before the model is made (accelerate.utils.set_seed), or "
@@ -77,6 +78,7 @@ def same_weights(model: nn.Module) -> Finding:
     )
 
 
+@check("same buffers")
 def same_buffers(model: nn.Module) -> Finding:
     """Compare buffers bit by bit over the ranks. Collective.
 
@@ -92,9 +94,8 @@ def same_buffers(model: nn.Module) -> Finding:
                 sent |= {id(buffer) for buffer in module.buffers()}
     kept = [(name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in sent]
     if sends and not kept:
-        return passed("same buffers", "DDP sends rank 0's before each forward pass")
+        return passed("DDP sends rank 0's before each forward pass")
     return _alike(
-        "same buffers",
         model,
         kept,
         "leave DDP's broadcast_buffers on: rank 0's are sent before each forward pass, so save on "
@@ -102,13 +103,13 @@ def same_buffers(model: nn.Module) -> Finding:
     )
 
 
+@check("same gradients")
 def same_gradients(model: nn.Module) -> Finding:
     """Compare gradients bit by bit over the ranks, after the backward pass that synchronises and
     before the optimizer's step. Collective.
     """
     gradients = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
     return _alike(
-        "same gradients",
         model,
         gradients,
         "every rank runs the same backward passes through the wrapped model, the last one outside "
@@ -116,24 +117,24 @@ def same_gradients(model: nn.Module) -> Finding:
     )
 
 
+@check("used parameters")
 def used_parameters(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Finding:
     """Find trainable parameters that the loss of a batch does not depend on."""
-    check = "used parameters"
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     gradients = gradients_of(model, lambda: torch.autograd.backward(loss()))
     unused = [name for name, _ in named if name not in gradients]
     if unused:
         return warned(
-            check,
             f"{len(unused)} of {len(named)} get no gradient: {listed(unused)}; unless it is told "
             "to look for them, DDP stops at the next forward pass",
             "requires_grad_(False) for them, or DistributedDataParallelKwargs("
             "find_unused_parameters=True) (accel_ft sets it), which costs a pass over the graph at "
             "each step",
         )
-    return passed(check, f"all {len(named)} trainable parameters get a gradient")
+    return passed(f"all {len(named)} trainable parameters get a gradient")
 
 
+@check("same loss")
 def same_loss(loss: Callable[[Any], torch.Tensor], batch: Any) -> Finding:
     """Compute the loss of rank 0's batch on every rank. Collective.
 
@@ -141,17 +142,15 @@ def same_loss(loss: Callable[[Any], torch.Tensor], batch: Any) -> Finding:
         loss: of a batch on this rank's device, with the model in evaluation mode.
         batch: tensors on the CPU; rank 0's is taken.
     """
-    check = "same loss"
     if num_ranks() == 1:
-        return skipped(check, "one process: nothing to compare with")
+        return skipped("one process: nothing to compare with")
     first = gather(batch)[0]
     with torch.no_grad():
         losses = gather(float(loss(first)))
     limit = 1e-6 * max(1.0, abs(losses[0]))
     if not all(abs(value - losses[0]) <= limit for value in losses):
         return failed(
-            check,
             f"of the same batch the ranks compute {listed([f'{x:.7f}' for x in losses], 8)}",
             "see `same weights` and `same buffers`; else the ranks run other code or precision",
         )
-    return passed(check, f"{losses[0]:.6f} on {len(losses)} ranks")
+    return passed(f"{losses[0]:.6f} on {len(losses)} ranks")

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from accel_ft.diagnosis.finding import Finding, Verdict, failed, gather, listed, passed
+from accel_ft.diagnosis.finding import Finding, Verdict, gather, listed
 from accel_ft.diagnosis.gradients import own_random_numbers
 from accel_ft.diagnosis.replicas import digest
 
@@ -156,5 +156,5 @@ def _part(check: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], mend: 
     if odd:
         words = ranks[odd[0]]
         about = f"{len(words)} of {len(ours)} values differ on rank {listed(odd)}: {listed(words)}"
-        return failed(check, about, mend)
-    return passed(check, f"{len(ours)} values, the same bits")
+        return Finding(check, Verdict.FAIL, about, mend)
+    return Finding(check, Verdict.PASS, f"{len(ours)} values, the same bits")

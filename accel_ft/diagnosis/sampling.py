@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset, WeightedRandomSampler
 from accel_ft.diagnosis.finding import (
     Finding,
     Verdict,
+    check,
     failed,
     gather,
     listed,
@@ -22,7 +23,6 @@ from accel_ft.diagnosis.finding import (
 from accel_ft.diagnosis.gradients import holders, own_random_numbers
 from accel_ft.diagnosis.replicas import digest
 
-TRAINING, EVALUATION = "training rows", "evaluation rows"
 DRAWN_WITH_REPLACEMENT = 0.45  # share of the rows that is left out, and some more: 1 / e
 SHARD = (
     "accelerator.prepare(loader), or DataLoader(sampler=DistributedSampler(dataset)), after the "
@@ -71,6 +71,7 @@ def _read(loader: Iterable[Any], ids: Callable[[Any], list[Any]]) -> list[_Read]
     return gather(_Read(names, largest, fault))
 
 
+@check("training rows")
 def training_sampling(
     loader: Iterable[Any],
     num_samples: int,
@@ -97,28 +98,27 @@ def training_sampling(
             before_epoch(epoch)
             epochs.append(_read(loader, ids))
         before_epoch(0)
-    finding = _coverage(TRAINING, epochs[0], num_samples, loader)
+    finding = _coverage(epochs[0], num_samples, loader)
     first, second = ([rank.names for rank in epoch] for epoch in epochs)
     empty = [rank for rank, names in enumerate(second) if first[rank] and not names]
     if empty:
         return failed(
-            TRAINING,
             f"the second epoch has no rows on rank {listed(empty)}",
             "an iterator or generator is used up: make a new one in __iter__",
         )
-    again = _coverage(TRAINING, epochs[1], num_samples, loader)
+    again = _coverage(epochs[1], num_samples, loader)
     if again.verdict is Verdict.FAIL and finding.verdict is not Verdict.FAIL:
         mend = f"set_epoch(epoch) on every rank; else {again.mend}"
-        return failed(TRAINING, f"in the second epoch {again.measured}", mend)
+        return failed(f"in the second epoch {again.measured}", mend)
     if finding.verdict is Verdict.PASS and first == second and num_samples > len(first):
         return failed(
-            TRAINING,
             "both epochs have one order",
             "loader.sampler.set_epoch(epoch) before each epoch, or shuffle=True",
         )
     return finding
 
 
+@check("evaluation rows")
 def evaluation_sampling(
     loader: Iterable[Any], num_samples: int, ids: Callable[[Any], list[Any]] = row_ids
 ) -> Finding:
@@ -130,23 +130,23 @@ def evaluation_sampling(
         ids: names of the rows of a batch whose predictions are counted.
     """
     ranks = _read(loader, ids)
-    finding = _coverage(EVALUATION, ranks, num_samples)
+    finding = _coverage(ranks, num_samples)
     counted = sum(len(rank.names) for rank in ranks)
     if finding.verdict is not Verdict.PASS or counted == num_samples:
         return finding
     about = f"{counted} predictions are counted of {num_samples} rows ({finding.measured})"
     if counted < num_samples:
-        return failed(EVALUATION, about, "drop_last=False")
+        return failed(about, "drop_last=False")
     if hasattr(loader, "gradient_state"):  # accelerate's
         mend = "accelerator.gather_for_metrics(...) drops those that make the ranks even, inside "
         mend += "the loop and with batches of one size; else count each row's number once"
-        return warned(EVALUATION, about, mend)
+        return warned(about, mend)
     mend = "give each row its number, gather (number, prediction), and count each number once"
-    return failed(EVALUATION, about, mend)
+    return failed(about, mend)
 
 
 def _coverage(  # noqa: PLR0911
-    check: str, ranks: list[_Read], num_samples: int, loader: Any = None
+    ranks: list[_Read], num_samples: int, loader: Any = None
 ) -> Finding:
     errors = [f"rank {n}: {rank.error}" for n, rank in enumerate(ranks) if rank.error]
     sizes = [len(rank.names) for rank in ranks]
@@ -157,9 +157,9 @@ def _coverage(  # noqa: PLR0911
     room = sum(rank.batch for rank in ranks)  # what evening out, or dropping the end, may cost
     about = f"rows of each rank {listed(sizes, 8)}; {different} different ones of {num_samples}"
     if errors:
-        return failed(check, f"cannot be read to the end: {listed(errors)}", "see the message")
+        return failed(f"cannot be read to the end: {listed(errors)}", "see the message")
     if total == 0:
-        return skipped(check, "no tensors in the batches: pass ids=, the numbers of a batch's rows")
+        return skipped("no tensors in the batches: pass ids=, the numbers of a batch's rows")
     all_read_all = len(ranks) > 1 and total - num_samples > max(room, num_samples // 10)
     if len(ranks) > 1 and num_samples > max(rank.batch for rank in ranks):
         all_read_all |= all(len(set(rank.names)) == num_samples for rank in ranks)
@@ -167,19 +167,16 @@ def _coverage(  # noqa: PLR0911
     is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
     if is_stream and not shared and len(times) == 1 < max(times) and total > num_samples + room:
         return failed(
-            check,
             f"each rank reads its rows {max(times)} times an epoch; {about}",
             "each worker of an IterableDataset its share (torch.utils.data.get_worker_info())",
         )
     drawn_again = sum(len(rank.names) - len(set(rank.names)) for rank in ranks) > room
     much_shared = len(ranks) > 1 and shared > max(room, num_samples // 10)
     if all_read_all or (much_shared and not drawn_again):
-        return failed(
-            check, f"the ranks read the same rows: {shared} on more than one; {about}", SHARD
-        )
+        return failed(f"the ranks read the same rows: {shared} on more than one; {about}", SHARD)
     if different > num_samples:
         return skipped(
-            check, f"rows change each time they are read ({about}): pass ids=, numbers of the rows"
+            f"rows change each time they are read ({about}): pass ids=, numbers of the rows"
         )
     missing = num_samples - different
     by_weight = any(isinstance(each, WeightedRandomSampler) for each in holders(loader))
@@ -187,14 +184,12 @@ def _coverage(  # noqa: PLR0911
     is_much = total < num_samples or missing > DRAWN_WITH_REPLACEMENT * num_samples
     if missing > room and is_much and not is_drawn:
         return failed(
-            check,
             f"{missing} rows are never read; {about}",
             "a sampler that covers the data set; rows that are equal: pass ids=, their numbers",
         )
     if missing > room:
         return warned(
-            check,
             f"{missing} rows are never read, or equal another; {about}",
             "drawn with replacement? rows that are equal: pass ids=, numbers of the rows",
         )
-    return passed(check, about)
+    return passed(about)

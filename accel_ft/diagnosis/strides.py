@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_ft.diagnosis.finding import Finding, failed, listed, passed
+from accel_ft.diagnosis.finding import Finding, check, failed, listed, passed
 from accel_ft.diagnosis.gradients import gradients_of
 
-CHECK = "gradient strides"
 MEND = (
     "accel_ft.diagnosis.strides.match_strides(model) before training lays each gradient out as its "
     "parameter; or model.to(memory_format=torch.channels_last), which lays out both alike"
@@ -36,6 +35,7 @@ def bucket_strides(parameter: torch.Tensor) -> tuple[int, ...]:
     return torch.empty(parameter.shape, device="meta").stride()
 
 
+@check("gradient strides")
 def gradient_strides(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Finding:
     """Compare the strides of each gradient, as it is accumulated, with those of its bucket.
 
@@ -57,8 +57,8 @@ def gradient_strides(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Find
         and gradients[name].stride() != bucket_strides(p)
     ]
     if differing:
-        return failed(CHECK, f"{len(differing)} of {len(named)} differ: {listed(differing)}", MEND)
-    return passed(CHECK, f"{len(named)} gradients lie as their buckets do")
+        return failed(f"{len(differing)} of {len(named)} differ: {listed(differing)}", MEND)
+    return passed(f"{len(named)} gradients lie as their buckets do")
 
 
 def match_strides(model: nn.Module) -> list[Any]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_ft.diagnosis.finding import Finding, failed, listed, passed, skipped, warned
+from accel_ft.diagnosis.finding import Finding, check, failed, listed, passed, skipped, warned
 from accel_ft.diagnosis.gradients import gradients_of, own_random_numbers, untouched
 from accel_ft.diagnosis.replicas import digest
 
@@ -75,12 +75,12 @@ def _tensors(parts: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tens
             yield path, part
 
 
+@check("tensors of the data set")
 def dataset_tensors(loader: DataLoader[Any]) -> Finding:
     """Look for tensors of an accelerator, and for what each worker would copy, in what a loader's
     data set yields and holds, and in what its `collate_fn` makes of a row: one row is read, of a
     stream the first.
     """
-    check = "tensors of the data set"
     dataset, workers = loader.dataset, loader.num_workers
     yielded: list[tuple[str, Any]] = []
     with own_random_numbers(loader):
@@ -93,7 +93,6 @@ def dataset_tensors(loader: DataLoader[Any]) -> Finding:
     far = [f"{name} on {tensor.device}" for name, tensor in tensors if tensor.device.type != "cpu"]
     if far and workers > 0:
         return failed(
-            check,
             f"{listed(far)}, with {workers} workers: they cannot use the parent's device",
             "yield tensors on the CPU and move each batch (accelerate's loader does), or "
             "num_workers=0",
@@ -101,15 +100,12 @@ def dataset_tensors(loader: DataLoader[Any]) -> Finding:
     copied = [words for path, part in held if (words := _copied(path, part, loader))]
     if copied and workers > 0:
         return warned(
-            check,
             f"each of {workers} workers copies {listed(copied)}",
             "tensor.share_memory_(), or a memory-mapped file (numpy.memmap, Arrow) that each opens",
         )
     if far:
-        return warned(check, listed(far), "yield tensors on the CPU: each row is a copy of its own")
-    return passed(
-        check, f"a row, a batch and what the data set holds are on the CPU; {workers} workers"
-    )
+        return warned(listed(far), "yield tensors on the CPU: each row is a copy of its own")
+    return passed(f"a row, a batch and what the data set holds are on the CPU; {workers} workers")
 
 
 def _rows(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -135,21 +131,20 @@ def _copied(path: str, part: Any, loader: DataLoader[Any]) -> str:
     return f"{path}, {part.nbytes / 2**20:.0f} MiB" if part.nbytes > LARGE_BYTES else ""
 
 
+@check("data set and model")
 def shared_modules(dataset: Any, model: nn.Module) -> Finding:
     """Look for parameters that a data set and a model both hold."""
-    check = "data set and model"
     held = _tensors(_parts(dataset, "dataset"))
     inside = {tensor.data_ptr() for _, tensor in held if _has_memory(tensor)}
     shared = [n for n, p in model.named_parameters() if _has_memory(p) and p.data_ptr() in inside]
     if shared:
         return failed(
-            check,
             f"the data set holds {len(shared)} of the model's parameters: {listed(shared)}; its "
             "workers see the weights of the moment they were forked, and wrapping moves them away",
             "encode in the model's forward pass, or give the data set a frozen copy "
             "(copy.deepcopy(encoder).eval().requires_grad_(False))",
         )
-    return passed(check, "they share no parameter")
+    return passed("they share no parameter")
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
@@ -157,6 +152,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     return plain and tensor.numel() > 0 and tensor.data_ptr() != 0  # 0: meta, or freed
 
 
+@check("views and ties")
 def aliased_parameters(model: nn.Module, sharded: bool = False) -> Finding:
     """Look for parameters that are different objects in the same bytes, and for tied ones.
 
@@ -164,7 +160,6 @@ def aliased_parameters(model: nn.Module, sharded: bool = False) -> Finding:
         model: not wrapped yet.
         sharded: whether it is to be, which tied parameters must be fit for.
     """
-    check = "views and ties"
     named = model.named_parameters(remove_duplicate=False)
     held = [(p.data_ptr(), name, p) for name, p in named if _has_memory(p)]
     views: list[str] = []
@@ -176,18 +171,16 @@ def aliased_parameters(model: nn.Module, sharded: bool = False) -> Finding:
             views.append(f"{one} = {other}")
     if views:
         return failed(
-            check,
             f"views of one memory: {listed(views)}: sharding gives each a share of its own, and "
             "they drift apart",
             "one nn.Parameter used in both places (module_b.weight = module_a.weight)",
         )
     if ties and sharded:
         return warned(
-            check,
             f"tied: {listed(ties)}",
             "under FSDP both must be in the same wrapped unit: leave them to the root",
         )
-    return passed(check, f"tied: {listed(ties)}" if ties else "each parameter has its own memory")
+    return passed(f"tied: {listed(ties)}" if ties else "each parameter has its own memory")
 
 
 def _place(tensor: torch.Tensor) -> NDArray[np.void]:
@@ -206,9 +199,9 @@ def _content(p: torch.Tensor) -> str:
     return ""
 
 
+@check("operations in place")
 def in_place(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Finding:
     """Find what changes parameters, or what the backward pass needs, in place."""
-    check = "operations in place"
     try:
         with untouched(model), torch.autograd.set_detect_anomaly(True, check_nan=False):
             before = [(n, p, p._version, _content(p)) for n, p in model.named_parameters()]
@@ -221,16 +214,14 @@ def in_place(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Finding:
             gradients_of(model, lambda: torch.autograd.backward(value))
     except RuntimeError as error:
         if "inplace" not in str(error) and "in-place" not in str(error):
-            return skipped(check, f"the loss could not be computed: {error}")
+            return skipped(f"the loss could not be computed: {error}")
         return failed(
-            check,
             str(error).split(". Hint")[0].strip(),
             "write x = x + y in place of x += y there; anomaly mode prints the line",
         )
     if changed:
         return failed(
-            check,
             f"the forward pass changes parameters: {listed(changed)}",
             "compute with a copy: parameters change in the optimizer's step alone",
         )
-    return passed(check, f"{len(before)} parameters and all saved activations are as they were")
+    return passed(f"{len(before)} parameters and all saved activations are as they were")

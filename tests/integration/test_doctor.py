@@ -14,8 +14,7 @@ from accel_ft import doctor, train
 from accel_ft.checkpoint import convert
 from accel_ft.data import loader
 from accel_ft.diagnosis import job, machine
-from accel_ft.diagnosis.finding import Finding, passed
-from accel_ft.diagnosis.strides import CHECK
+from accel_ft.diagnosis.finding import Finding
 from accel_ft.engine import build, loop
 from accel_ft.engine.run import Run
 from accel_ft.errors import LaunchError, Preempted
@@ -51,7 +50,7 @@ def test_healthy(
     code, found = examined(tmp_path, *words, "--output_dir", tmp_path / "runs" / "x")
     assert (code, untimed_verdicts(found.values())) == (0, {"PASS", "SKIP"}), found
     assert "4 updates of 2 micro-batches" in found["accumulation"]["measured"]
-    assert CHECK in capsys.readouterr().out
+    assert "gradient strides" in capsys.readouterr().out
 
 
 def test_one_that_ends_early_does_not_read_as_all_well(
@@ -60,7 +59,7 @@ def test_one_that_ends_early_does_not_read_as_all_well(
     """Killed, stopped or left by another rank: there is no last word, so it stands there from the start."""
 
     def examine(_: object) -> Iterator[Finding]:
-        yield passed("versions", "all alike")
+        yield Finding("versions", "PASS", "all alike")
         raise Preempted("SIGTERM: stopped after update 1 of 4, which is saved. Go on: ...")
 
     monkeypatch.setattr("accel_ft.diagnosis.job.examine", examine)

@@ -365,7 +365,7 @@ def test_random_numbers_that_an_update_does_not_draw(tmp_path: Path) -> None:
 def test_rows_that_ranks_share() -> None:
     def verdict(rows: list[list[int]], batch: int, of: int) -> str:
         ranks = [sampling._Read(names, batch) for names in rows]
-        return sampling._coverage("sampling", ranks, of).verdict
+        return sampling._coverage(ranks, of).verdict
 
     draw = np.random.default_rng(0).integers(1000, size=(2, 500)).tolist()
     assert verdict(draw, 16, 1000) == "WARN"  # drawn with replacement, each rank its share
