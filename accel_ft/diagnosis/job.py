@@ -12,12 +12,15 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from huggingface_hub import constants
 from torch import nn
 
@@ -137,7 +140,7 @@ def _examine(config: TrainConfig) -> Iterator[Finding]:
         try:
             with Watch(folder / "ranks", rank, num_ranks, _limit_seconds(config)) as watch:
                 yield order.arrival("start")
-                yield from _on_the_job(config, log, watch, folder)
+                yield from _on_the_job(config, accelerator, log, watch, folder)
                 watch.wait()
         finally:
             if accelerator.is_main_process:
@@ -192,10 +195,9 @@ def _probe(config: TrainConfig, folder: Path, watch: Watch) -> TrainConfig:
 
 
 def _on_the_job(
-    config: TrainConfig, log: list[bool], watch: Watch, folder: Path
+    config: TrainConfig, accelerator: Accelerator, log: list[bool], watch: Watch, folder: Path
 ) -> Iterator[Finding]:
     job = _probe(config, folder, watch)
-    accelerator = make_training_accelerator(_limit_seconds(config))
     capacity = device_bytes(accelerator.device)  # before the run has its share of it
     run = _quiet(build(job, accelerator, watch))
     yield order.arrival("wrap")
@@ -333,12 +335,12 @@ def _fit(run: Run, config: TrainConfig, model: nn.Module, capacity: int) -> Find
 
 
 def _batch(run: Run, places: Any) -> Batch:
-    batch = collate(run.splits.train, places, run.train_batches.pad)
-    return {key: value.to(run.accelerator.device) for key, value in batch.items()}
+    return collate(run.splits.train, places, run.train_batches.pad)
 
 
 def _loss(run: Run, model: nn.Module, batch: Batch, smoothing: float | None = None) -> torch.Tensor:
     """The summed loss of a batch, as the loop computes it."""
+    batch = send_to_device(batch, run.accelerator.device)
     with run.accelerator.autocast():
         logits = forward(model, batch)
     if smoothing is None:
@@ -397,7 +399,7 @@ def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
     chosen = np.array(list(texts.values())[:LEARNT_ROWS])
     batch = run.train_batches.pad([row[..., :tokens] for row in split.tokens(chosen)])
     batch |= {"labels": torch.from_numpy(split.labels(chosen)), "weights": torch.ones(len(chosen))}
-    batch = {key: value.to(run.accelerator.device) for key, value in batch.items()}
+    batch = send_to_device(batch, run.accelerator.device)
     size = getattr(model.config, "hidden_size", None) or 384
     rate = 0.1 / size  # 1e-4 for 1,024, more for smaller ones, and for adapters, which begin at 0
     optimizer = make_optimizer(model, rate * (10 if run.config.lora_r else 1), 0.0)
@@ -423,18 +425,13 @@ def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
 
 
 def _on_the_replicas(run: Run, when: str) -> Iterator[Finding]:
-    accelerator = run.accelerator
-    found = [replicas.same_weights(run.model), replicas.same_buffers(run.model)]
-    pad = run.train_batches.pad
-    batch = collate(run.splits.train, run.plan.global_batch(accelerator.process_index)[:8], pad)
-
-    def loss(shared: Batch) -> torch.Tensor:
-        moved = {key: value.to(accelerator.device) for key, value in shared.items()}
-        return _loss(run, run.model.eval(), moved)
-
-    found.append(replicas.same_loss(loss, batch))
-    for finding in found:
-        yield Finding(f"{finding.check} {when}", finding.verdict, finding.measured, finding.mend)
+    batch = _batch(run, run.plan.global_batch(run.accelerator.process_index)[:8])
+    for finding in (
+        replicas.same_weights(run.model),
+        replicas.same_buffers(run.model),
+        replicas.same_loss(lambda shared: _loss(run, run.model.eval(), shared), batch),
+    ):
+        yield replace(finding, check=f"{finding.check} {when}")
 
 
 def _on_the_loop(run: Run) -> Iterator[Finding]:

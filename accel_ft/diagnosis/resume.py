@@ -89,6 +89,7 @@ def _generator(key: str) -> str:
     return re.split(r"[.\[ ]", key.removeprefix(RANDOM))[1]
 
 
+@own_random_numbers()
 def resume(make: Callable[[], Job], folder: Path, steps: int = 3) -> list[Finding]:
     """Save after some updates, load into a job built anew, and compare. Collective.
 
@@ -101,11 +102,6 @@ def resume(make: Callable[[], Job], folder: Path, steps: int = 3) -> list[Findin
         One finding for each part that is there after the load, one for the samples of the next
         update, and one for the state after it.
     """
-    with own_random_numbers():
-        return _resume(make, folder, steps)
-
-
-def _resume(make: Callable[[], Job], folder: Path, steps: int) -> list[Finding]:
     job = make()
     for _ in range(steps):
         job.step()
