@@ -112,7 +112,7 @@ def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
 @contextlib.contextmanager
 def recording(model: nn.Module | None = None) -> Iterator[list[str]]:
     """Write down what the loop in the body does: backward, reduce, step, schedule, in order, and
-    "left" before a step on gradients that were added to those of the step before.
+    "left" before a step on gradients that the step before has had and nothing has cleared.
 
     Args:
         model: wrapped by DDP; a backward pass whose gradients it sums is followed by "reduce".

@@ -47,7 +47,7 @@ from accel_ft.engine.loop import train, update
 from accel_ft.engine.run import Run
 from accel_ft.engine.start import checkpoint_bytes, start_or_resume
 from accel_ft.engine.step import forward, weighted_loss
-from accel_ft.errors import LaunchError, UserError
+from accel_ft.errors import LaunchError, UserError, first_line
 from accel_ft.model import dropout
 from accel_ft.model.memory import device_bytes
 from accel_ft.model.optim import make_optimizer, make_scheduler, scaled_learning_rate
@@ -119,7 +119,7 @@ def _guarded(config: TrainConfig) -> Iterator[Finding]:
         raise
     except Exception as error:
         logger.exception("the examination ended early")
-        words = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        words = f"{type(error).__name__}: {first_line(error)}"
         yield Finding(UNFORESEEN, Verdict.FAIL, words, "the traceback says where")
 
 

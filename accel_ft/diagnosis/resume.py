@@ -6,7 +6,7 @@ It is found by doing it: train, save, go on; build anew, load, go on; and compar
 import random
 import re
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ import torch
 
 from accel_ft.diagnosis.finding import Finding, Verdict, gather, listed
 from accel_ft.diagnosis.gradients import own_random_numbers
-from accel_ft.diagnosis.replicas import digest
+from accel_ft.diagnosis.replicas import digest, leaves
 
 RANDOM = "random numbers"
 
@@ -52,27 +52,22 @@ def random_state() -> dict[str, Any]:
     return state
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield every value below `value` as something that compares, with the way to it."""
-    if isinstance(value, torch.Tensor):
-        yield path, digest(value)
-    elif isinstance(value, np.ndarray):
-        yield path, digest(torch.from_numpy(value))
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _leaves(each, f"{path}.{key}")
-    elif isinstance(value, list | tuple):
-        for number, each in enumerate(value):
-            yield from _leaves(each, f"{path}[{number}]")
-    elif not callable(value):
-        yield path, value
+def _values(state: Any, name: str) -> dict[str, Any]:
+    """What a state holds, by the way to it, as something that compares."""
+    return {
+        path: digest(torch.as_tensor(value))
+        if isinstance(value, torch.Tensor | np.ndarray)
+        else value
+        for path, value in leaves(state, name)
+        if not callable(value)
+    }
 
 
 def snapshot(job: Job) -> dict[str, dict[str, Any]]:
     """Return, part by part, the values of a job's state and of the random numbers."""
     parts = {name: part.state_dict() for name, part in job.parts.items()}
     parts[RANDOM] = random_state()
-    return {name: dict(_leaves(state, name)) for name, state in parts.items()}
+    return {name: _values(state, name) for name, state in parts.items()}
 
 
 def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
@@ -107,7 +102,7 @@ def resume(make: Callable[[], Job], folder: Path, steps: int = 3) -> list[Findin
         job.step()
     job.save(folder)
     saved = snapshot(job)
-    samples = dict(_leaves(job.step(), "sample"))
+    samples = _values(job.step(), "sample")
     after = snapshot(job)
     del job  # two at once may be more than the device holds
     torch.manual_seed(torch.initial_seed() + 1)  # a load must bring the random numbers back
@@ -129,7 +124,7 @@ def resume(make: Callable[[], Job], folder: Path, steps: int = 3) -> list[Findin
     draws = _part(f"resume: {RANDOM}", ours, theirs, findings[-1].mend)
     if findings[-1].verdict == Verdict.FAIL and draws.verdict == Verdict.PASS:
         findings[-1] = replace(findings[-1], verdict=Verdict.WARN)  # of what this update drew none
-    read = dict(_leaves(again.step(), "sample"))
+    read = _values(again.step(), "sample")
     mend = (
         "save epoch and batch, and go on there: accelerator.skip_first_batches(loader, n), with "
         "the epoch's own order (set_epoch)"

@@ -3,7 +3,7 @@ by what the loader yields, not by how it is built.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from accel_ft.diagnosis.finding import (
     warned,
 )
 from accel_ft.diagnosis.gradients import holders, own_random_numbers
-from accel_ft.diagnosis.replicas import digest
+from accel_ft.diagnosis.replicas import digest, leaves
 
 DRAWN_WITH_REPLACEMENT = 0.45  # share of the rows that is left out, and some more: 1 / e
 SHARD = (
@@ -36,17 +36,10 @@ def row_ids(batch: Any) -> list[Any]:
     Rows that are augmented, or padded to the longest of their batch, have another hash each time:
     give the loader's rows numbers and pass `ids`.
     """
-    tensors = [tensor for tensor in _tensors(batch) if tensor.ndim > 0]
+    parts = [part for _, part in leaves(batch, "")]
+    tensors = [part for part in parts if isinstance(part, torch.Tensor) and part.ndim > 0]
     rows = (tensor for tensor in tensors if len(tensor) == len(tensors[0]))
     return ["".join(map(digest, row)) for row in zip(*rows, strict=True)]
-
-
-def _tensors(batch: Any) -> Iterator[torch.Tensor]:
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, Mapping | list | tuple):
-        for value in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _tensors(value)
 
 
 class _Read(NamedTuple):
