@@ -11,8 +11,9 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -218,8 +219,8 @@ def _on_the_job(
         if accelerator.is_main_process:
             shutil.rmtree(job.output_dir)
         watch.wait()
-        with contextlib.ExitStack() as built:
-            yield from resume.resume(_jobs(job, watch, folder, built), folder, steps=1)
+        with contextlib.closing(_jobs(job, watch, folder)) as jobs:
+            yield from resume.resume(partial(next, jobs), folder, steps=1)
 
 
 def _disk(run: Run, config: TrainConfig) -> Finding:
@@ -290,9 +291,7 @@ def _on_a_plain_model(run: Run, config: TrainConfig, capacity: int) -> Iterator[
     parts = [part for part in run.plan.micro_batches(0, run.num_micro_batches) if len(part)]
     longest = _batch(run, parts[-1])
 
-    def loss() -> torch.Tensor:
-        return _loss(run, model, longest)
-
+    loss = partial(_loss, run, model, longest)
     yield replicas.used_parameters(model, loss)
     yield strides.gradient_strides(model, loss)
     yield tensors.in_place(model, loss)
@@ -391,13 +390,13 @@ def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
         yield Finding("overfits", Verdict.SKIP, "a frozen encoder learns no rows by heart")
         return
     split = run.splits.train
-    places = np.arange(min(len(split), 100 * LEARNT_ROWS), dtype=np.int64)
-    rows = zip(split.tokens(places), places, strict=True)
     # BART's and T5's kind find a text's last token by its end token: they see all of it.
     tokens = None if getattr(model.config, "is_encoder_decoder", False) else LEARNT_TOKENS
-    texts = {row[..., :tokens].tobytes(): place for row, place in rows}
-    chosen = np.array(list(texts.values())[:LEARNT_ROWS])
-    batch = run.train_batches.pad([row[..., :tokens] for row in split.tokens(chosen)])
+    places = np.arange(min(len(split), 100 * LEARNT_ROWS), dtype=np.int64)
+    rows = [row[..., :tokens] for row in split.tokens(places)]
+    different = {row.tobytes(): place for place, row in enumerate(rows)}
+    chosen = np.array(list(different.values())[:LEARNT_ROWS])
+    batch = run.train_batches.pad([rows[place] for place in chosen])
     batch |= {"labels": torch.from_numpy(split.labels(chosen)), "weights": torch.ones(len(chosen))}
     batch = send_to_device(batch, run.accelerator.device)
     size = getattr(model.config, "hidden_size", None) or 384
@@ -507,19 +506,15 @@ class _Job:
         start_or_resume(self.run)
 
 
-def _jobs(
-    config: TrainConfig, watch: Watch, folder: Path, built: contextlib.ExitStack
-) -> Callable[[], _Job]:
-    """Return what builds the job anew each time, in the same folder, and lets go of the last."""
+def _jobs(config: TrainConfig, watch: Watch, folder: Path) -> Generator[_Job]:
+    """Build the job anew each time, in the same folder, having let go of the last."""
     job = config.resolved(output_dir=folder / "resume", max_steps=1000, save_steps=1000)
-
-    def make() -> _Job:
-        built.close()
+    while True:
         run = _quiet(build(job, make_training_accelerator(_limit_seconds(config)), watch))
-        built.callback(_let_go, run)
-        return _Job(run)
-
-    return make
+        try:
+            yield _Job(run)
+        finally:
+            _let_go(run)
 
 
 def _let_go(run: Run) -> None:
