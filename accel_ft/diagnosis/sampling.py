@@ -142,11 +142,11 @@ def _coverage(  # noqa: PLR0911
     ranks: list[_Read], num_samples: int, loader: Any = None
 ) -> Finding:
     errors = [f"rank {n}: {rank.error}" for n, rank in enumerate(ranks) if rank.error]
-    sizes = [len(rank.names) for rank in ranks]
-    counts = Counter(name for rank in ranks for name in rank.names)
-    owners = Counter(name for rank in ranks for name in set(rank.names))
-    shared = sum(count > 1 for count in owners.values())
-    total, different = sum(sizes), len(counts)
+    rows = [Counter(rank.names) for rank in ranks]  # how often each rank reads each
+    readers = Counter(name for read in rows for name in read)  # how many ranks do
+    shared = sum(count > 1 for count in readers.values())
+    sizes = [read.total() for read in rows]
+    total, different = sum(sizes), len(readers)
     room = sum(rank.batch for rank in ranks)  # what evening out, or dropping the end, may cost
     about = f"rows of each rank {listed(sizes, 8)}; {different} different ones of {num_samples}"
     if errors:
@@ -155,16 +155,16 @@ def _coverage(  # noqa: PLR0911
         return skipped("no tensors in the batches: pass ids=, the numbers of a batch's rows")
     all_read_all = len(ranks) > 1 and total - num_samples > max(room, num_samples // 10)
     if len(ranks) > 1 and num_samples > max(rank.batch for rank in ranks):
-        all_read_all |= all(len(set(rank.names)) == num_samples for rank in ranks)
-    times = {count for rank in ranks for count in Counter(rank.names).values()}
+        all_read_all |= all(len(read) == num_samples for read in rows)
+    times = {count for read in rows for count in read.values()}
     is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
     if is_stream and not shared and len(times) == 1 < max(times) and total > num_samples + room:
         return failed(
             f"each rank reads its rows {max(times)} times an epoch; {about}",
             "each worker of an IterableDataset its share (torch.utils.data.get_worker_info())",
         )
-    drawn_again = sum(len(rank.names) - len(set(rank.names)) for rank in ranks) > room
-    much_shared = len(ranks) > 1 and shared > max(room, num_samples // 10)
+    drawn_again = total - sum(map(len, rows)) > room
+    much_shared = shared > max(room, num_samples // 10)
     if all_read_all or (much_shared and not drawn_again):
         return failed(f"the ranks read the same rows: {shared} on more than one; {about}", SHARD)
     if different > num_samples:
