@@ -27,30 +27,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     is_main = os.environ.get("RANK", "0") == "0"
     setup_logging(0 if is_main else 1)
     logging.getLogger("accel_ft").setLevel(logging.ERROR)
-    findings: list[Finding] = []
-    unfinished = Finding(
-        "examination", Verdict.FAIL, "did not come to its end", "standard error says why"
-    )
+    # Last until the end: whatever ends it before, what is left does not read as all well.
+    unfinished = "did not come to its end", "standard error says why"
+    findings = [Finding("examination", Verdict.FAIL, *unfinished)]
 
-    def write(*more: Finding) -> None:
+    def write() -> None:
         if is_main and config.json is not None:
-            about = [vars(finding) for finding in (*findings, *more)]
+            about = [vars(finding) for finding in findings]
             config.json.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
     def note(finding: Finding) -> None:
-        findings.append(finding)
+        findings.insert(-1, finding)
         if is_main:
             print(line(finding), flush=True)
-        write(unfinished)  # whatever ends it, what is left does not read as all well
+        write()
 
     try:
-        write(unfinished)
+        write()
         for finding in examine(config):
             note(finding)
     except Preempted as error:
         raise Preempted("the examination was stopped before its end") from error
     except UserError as error:
         note(Finding("set-up", Verdict.FAIL, str(error), "as it says"))
+    findings.pop()
     write()
     counts = {verdict: sum(f.verdict is verdict for f in findings) for verdict in Verdict}
     if is_main:

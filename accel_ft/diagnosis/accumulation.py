@@ -127,21 +127,19 @@ def recording(model: nn.Module | None = None) -> Iterator[list[str]]:
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     if isinstance(model, nn.parallel.DistributedDataParallel):
         hooks.append(model.register_forward_pre_hook(lambda ddp, _: recorder.forward(ddp)))
-    own: tuple[tuple[Any, str, Callable[..., None]], ...] = (
-        (torch.autograd, "backward", recorder.backward),
-        (torch.amp.GradScaler, "step", lambda scaler, optimizer, *_: recorder.step(optimizer)),
-        (LRScheduler, "_initial_step", lambda *_: None),  # a constructor's is none of the loop's
-        *(
-            (kind, "step", recorder.schedule)
-            for kind in (LRScheduler, *_subclasses(LRScheduler))
-            if "step" in vars(kind)
-        ),
-    )
-    with contextlib.ExitStack() as patches:
-        for owner, name, note in own:
-            patches.enter_context(recorder.noting(owner, name, note))
+    patches = [
+        recorder.noting(torch.autograd, "backward", recorder.backward),
+        recorder.noting(torch.amp.GradScaler, "step", lambda _, one, *__: recorder.step(one)),
+        recorder.noting(LRScheduler, "_initial_step", lambda *_: None),  # a constructor's
+    ]
+    for kind in (LRScheduler, *_subclasses(LRScheduler)):
+        if "step" in vars(kind):
+            patches.append(recorder.noting(kind, "step", recorder.schedule))
+    with contextlib.ExitStack() as undo:
+        for patch in patches:
+            undo.enter_context(patch)
         for hook in hooks:
-            patches.callback(hook.remove)
+            undo.callback(hook.remove)
         yield recorder.events
 
 
@@ -263,11 +261,10 @@ def accumulated_gradient(
     aa, ab, bb = torch.zeros(3, dtype=torch.float64)
     for name in theirs | ours:  # one after the other: all at once would be four times the model
         a, b = (
-            whole(each[name]).to_dense().flatten().double().cpu() if name in each else None
+            whole(each[name]).to_dense().double().cpu() if name in each else torch.zeros(1)
             for each in (ours, theirs)
         )
-        aa, bb = aa + (0 if a is None else a @ a), bb + (0 if b is None else b @ b)
-        ab += 0 if a is None or b is None else a @ b
+        aa, ab, bb = aa + (a * a).sum(), ab + (a * b).sum(), bb + (b * b).sum()
     if not bb:
         return failed("the whole batch leaves no gradient", "is anything trained?")
     factor = float(ab / bb)
