@@ -656,6 +656,14 @@ def test_loops_of_others() -> None:
                 optimizer.step()
             theirs.zero_grad()
     well(accumulation.accumulation_calls(events, 2))
+    other = small_model(1)
+    with accumulation.recording() as events:  # a second step on what the first has taken
+        loss_of(model, ROWS[:4]).backward()
+        halves[0].step()
+        loss_of(other, ROWS[:4]).backward()
+        halves[0].step()
+    assert events.count("left") == 1
+    model.zero_grad()
     closed = torch.optim.LBFGS(model.parameters())
     with accumulation.recording() as events:
         for _ in range(3):
