@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache, wraps
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, Self
 
 from torch import distributed as dist
 
@@ -38,6 +38,26 @@ class Finding:
     measured: str
     mend: str = ""
 
+    @classmethod
+    def passed(cls, measured: str) -> Self:
+        """Return a PASS, which `check` names."""
+        return cls("", Verdict.PASS, measured)
+
+    @classmethod
+    def warned(cls, measured: str, mend: str) -> Self:
+        """Return a WARN, which `check` names."""
+        return cls("", Verdict.WARN, measured, mend)
+
+    @classmethod
+    def failed(cls, measured: str, mend: str) -> Self:
+        """Return a FAIL, which `check` names."""
+        return cls("", Verdict.FAIL, measured, mend)
+
+    @classmethod
+    def skipped(cls, reason: str) -> Self:
+        """Return a SKIP, which `check` names."""
+        return cls("", Verdict.SKIP, reason)
+
 
 def check(name: str) -> Callable[[Callable[P, Finding]], Callable[P, Finding]]:
     """Give what a function finds the check's name."""
@@ -50,26 +70,6 @@ def check(name: str) -> Callable[[Callable[P, Finding]], Callable[P, Finding]]:
         return judged
 
     return named
-
-
-def passed(measured: str) -> Finding:
-    """Return a PASS, which `check` names."""
-    return Finding("", Verdict.PASS, measured)
-
-
-def warned(measured: str, mend: str) -> Finding:
-    """Return a WARN, which `check` names."""
-    return Finding("", Verdict.WARN, measured, mend)
-
-
-def failed(measured: str, mend: str) -> Finding:
-    """Return a FAIL, which `check` names."""
-    return Finding("", Verdict.FAIL, measured, mend)
-
-
-def skipped(reason: str) -> Finding:
-    """Return a SKIP, which `check` names."""
-    return Finding("", Verdict.SKIP, reason)
 
 
 def num_ranks() -> int:

@@ -1,6 +1,6 @@
 """Will it fit: bytes on each rank, by what they are for, against what the device has."""
 
-from accel_ft.diagnosis.finding import Finding, check, failed, passed
+from accel_ft.diagnosis.finding import Finding, check
 from accel_ft.model.memory import RESERVE, Need
 
 MIB = 2**20
@@ -53,5 +53,5 @@ def will_it_fit(
     else:
         choice = "a larger device, more ranks, or a smaller model: not one row fits"
     if now <= usable:
-        return passed(f"{about}; its choice: {choice}")
-    return failed(about, choice)
+        return Finding.passed(f"{about}; its choice: {choice}")
+    return Finding.failed(about, choice)

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from accel_ft.diagnosis.finding import Finding, check, failed, listed, passed
+from accel_ft.diagnosis.finding import Finding, check, listed
 from accel_ft.errors import first_line
 
 LOG = "rank_{:05d}.log"
@@ -91,23 +91,25 @@ def post_mortem(
     ends = [_read(folder, rank, (exit_codes or {}).get(rank)) for rank in range(num_ranks)]
     missing = [end.rank for end in ends if not end.stage]
     if missing:
-        return failed(f"rank {listed(missing)} never started", "see the launcher's own output")
+        return Finding.failed(
+            f"rank {listed(missing)} never started", "see the launcher's own output"
+        )
     lost = [end for end in ends if not end.is_well]
     if not lost:
-        return passed(f"{num_ranks} ranks reached their end")
+        return Finding.passed(f"{num_ranks} ranks reached their end")
     well = [end.rank for end in ends if end.is_well]
     gone = f"; rank {listed(well)} had reached its end before" if well else ""
     hung = [end for end in lost if end.hung]
     causes = [end for end in lost if not end.hung and not end.is_echo]
     if hung and not causes:
-        return failed(
+        return Finding.failed(
             f"a hang: {listed([end.where for end in lost], 8)}{gone}",
             "all ranks must come to the same collectives in the same order: compare the lines; "
             f"loaders of unequal length end early on one rank; {NCCL}",
         )
     first = min(causes or lost, key=lambda end: end.at)
     log = folder / LOG.format(first.rank)
-    return failed(f"{first.where}{first.how}{gone}", f"see {log}")
+    return Finding.failed(f"{first.where}{first.how}{gone}", f"see {log}")
 
 
 class _End(NamedTuple):

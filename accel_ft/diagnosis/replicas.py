@@ -7,17 +7,7 @@ import torch
 import xxhash
 from torch import nn
 
-from accel_ft.diagnosis.finding import (
-    Finding,
-    check,
-    failed,
-    gather,
-    listed,
-    num_ranks,
-    passed,
-    skipped,
-    warned,
-)
+from accel_ft.diagnosis.finding import Finding, check, gather, listed, num_ranks
 from accel_ft.diagnosis.gradients import gradients_of
 from accel_ft.runtime.fsdp import strategy_of
 
@@ -69,14 +59,14 @@ def is_sharded(model: nn.Module) -> bool:
 
 def _alike(model: nn.Module, tensors: Tensors, mend: str) -> Finding:
     if num_ranks() == 1:
-        return skipped("one process: nothing to compare with")
+        return Finding.skipped("one process: nothing to compare with")
     if is_sharded(model):
-        return skipped("each rank holds its own share under FSDP")
+        return Finding.skipped("each rank holds its own share under FSDP")
     differing, count, odd = _differing(tensors)
     if differing:
         words = f"{len(differing)} of {count} differ, on rank {listed(odd)}; the first is"
-        return failed(f"{words} {differing[0]}", mend)
-    return passed(f"{count} tensors have the same bits on every rank")
+        return Finding.failed(f"{words} {differing[0]}", mend)
+    return Finding.passed(f"{count} tensors have the same bits on every rank")
 
 
 @check("same weights")
@@ -106,7 +96,7 @@ def same_buffers(model: nn.Module) -> Finding:
                 sent |= {id(buffer) for buffer in module.buffers()}
     kept = [(name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in sent]
     if sends and not kept:
-        return passed("DDP sends rank 0's before each forward pass")
+        return Finding.passed("DDP sends rank 0's before each forward pass")
     return _alike(
         model,
         kept,
@@ -136,14 +126,14 @@ def used_parameters(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Findi
     gradients = gradients_of(model, lambda: torch.autograd.backward(loss()))
     unused = [name for name, _ in named if name not in gradients]
     if unused:
-        return warned(
+        return Finding.warned(
             f"{len(unused)} of {len(named)} get no gradient: {listed(unused)}; unless it is told "
             "to look for them, DDP stops at the next forward pass",
             "requires_grad_(False) for them, or DistributedDataParallelKwargs("
             "find_unused_parameters=True) (accel_ft sets it), which costs a pass over the graph at "
             "each step",
         )
-    return passed(f"all {len(named)} trainable parameters get a gradient")
+    return Finding.passed(f"all {len(named)} trainable parameters get a gradient")
 
 
 @check("same loss")
@@ -155,14 +145,14 @@ def same_loss(loss: Callable[[Any], torch.Tensor], batch: Any) -> Finding:
         batch: tensors on the CPU; rank 0's is taken.
     """
     if num_ranks() == 1:
-        return skipped("one process: nothing to compare with")
+        return Finding.skipped("one process: nothing to compare with")
     first = gather(batch)[0]
     with torch.no_grad():
         losses = gather(float(loss(first)))
     limit = 1e-6 * max(1.0, abs(losses[0]))
     if not all(abs(value - losses[0]) <= limit for value in losses):
-        return failed(
+        return Finding.failed(
             f"of the same batch the ranks compute {listed([f'{x:.7f}' for x in losses], 8)}",
             "see `same weights` and `same buffers`; else the ranks run other code or precision",
         )
-    return passed(f"{losses[0]:.6f} on {len(losses)} ranks")
+    return Finding.passed(f"{losses[0]:.6f} on {len(losses)} ranks")

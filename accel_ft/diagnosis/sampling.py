@@ -9,17 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset, WeightedRandomSampler
 
-from accel_ft.diagnosis.finding import (
-    Finding,
-    Verdict,
-    check,
-    failed,
-    gather,
-    listed,
-    passed,
-    skipped,
-    warned,
-)
+from accel_ft.diagnosis.finding import Finding, Verdict, check, gather, listed
 from accel_ft.diagnosis.gradients import holders, own_random_numbers
 from accel_ft.diagnosis.replicas import digest, leaves
 
@@ -95,16 +85,16 @@ def training_sampling(
     first, second = ([rank.names for rank in epoch] for epoch in epochs)
     empty = [rank for rank, names in enumerate(second) if first[rank] and not names]
     if empty:
-        return failed(
+        return Finding.failed(
             f"the second epoch has no rows on rank {listed(empty)}",
             "an iterator or generator is used up: make a new one in __iter__",
         )
     again = _coverage(epochs[1], num_samples, loader)
     if again.verdict is Verdict.FAIL and finding.verdict is not Verdict.FAIL:
         mend = f"set_epoch(epoch) on every rank; else {again.mend}"
-        return failed(f"in the second epoch {again.measured}", mend)
+        return Finding.failed(f"in the second epoch {again.measured}", mend)
     if finding.verdict is Verdict.PASS and first == second and num_samples > len(first):
-        return failed(
+        return Finding.failed(
             "both epochs have one order",
             "loader.sampler.set_epoch(epoch) before each epoch, or shuffle=True",
         )
@@ -129,13 +119,13 @@ def evaluation_sampling(
         return finding
     about = f"{counted} predictions are counted of {num_samples} rows ({finding.measured})"
     if counted < num_samples:
-        return failed(about, "drop_last=False")
+        return Finding.failed(about, "drop_last=False")
     if hasattr(loader, "gradient_state"):  # accelerate's
         mend = "accelerator.gather_for_metrics(...) drops those that make the ranks even, inside "
         mend += "the loop and with batches of one size; else count each row's number once"
-        return warned(about, mend)
+        return Finding.warned(about, mend)
     mend = "give each row its number, gather (number, prediction), and count each number once"
-    return failed(about, mend)
+    return Finding.failed(about, mend)
 
 
 def _coverage(  # noqa: PLR0911
@@ -150,25 +140,29 @@ def _coverage(  # noqa: PLR0911
     room = sum(rank.batch for rank in ranks)  # what evening out, or dropping the end, may cost
     about = f"rows of each rank {listed(sizes, 8)}; {different} different ones of {num_samples}"
     if errors:
-        return failed(f"cannot be read to the end: {listed(errors)}", "see the message")
+        return Finding.failed(f"cannot be read to the end: {listed(errors)}", "see the message")
     if total == 0:
-        return skipped("no tensors in the batches: pass ids=, the numbers of a batch's rows")
+        return Finding.skipped(
+            "no tensors in the batches: pass ids=, the numbers of a batch's rows"
+        )
     all_read_all = len(ranks) > 1 and total - num_samples > max(room, num_samples // 10)
     if len(ranks) > 1 and num_samples > max(rank.batch for rank in ranks):
         all_read_all |= all(len(read) == num_samples for read in rows)
     times = {count for read in rows for count in read.values()}
     is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
     if is_stream and not shared and len(times) == 1 < max(times) and total > num_samples + room:
-        return failed(
+        return Finding.failed(
             f"each rank reads its rows {max(times)} times an epoch; {about}",
             "each worker of an IterableDataset its share (torch.utils.data.get_worker_info())",
         )
     drawn_again = total - sum(map(len, rows)) > room
     much_shared = shared > max(room, num_samples // 10)
     if all_read_all or (much_shared and not drawn_again):
-        return failed(f"the ranks read the same rows: {shared} on more than one; {about}", SHARD)
+        return Finding.failed(
+            f"the ranks read the same rows: {shared} on more than one; {about}", SHARD
+        )
     if different > num_samples:
-        return skipped(
+        return Finding.skipped(
             f"rows change each time they are read ({about}): pass ids=, numbers of the rows"
         )
     missing = num_samples - different
@@ -176,13 +170,13 @@ def _coverage(  # noqa: PLR0911
     is_drawn = by_weight and drawn_again and total >= num_samples  # any share may be left out
     is_much = total < num_samples or missing > DRAWN_WITH_REPLACEMENT * num_samples
     if missing > room and is_much and not is_drawn:
-        return failed(
+        return Finding.failed(
             f"{missing} rows are never read; {about}",
             "a sampler that covers the data set; rows that are equal: pass ids=, their numbers",
         )
     if missing > room:
-        return warned(
+        return Finding.warned(
             f"{missing} rows are never read, or equal another; {about}",
             "drawn with replacement? rows that are equal: pass ids=, numbers of the rows",
         )
-    return passed(about)
+    return Finding.passed(about)
