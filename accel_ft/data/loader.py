@@ -64,7 +64,8 @@ class Padding:
     ) -> None:
         self.token_id = int(tokenizer.pad_token_id)
         self.left = tokenizer.padding_side == "left"
-        self.empty_text = np.array(tokenizer("")["input_ids"] or [self.token_id], np.int32)
+        text = tokenizer("")["input_ids"] or [self.token_id]
+        self.empty_text = np.array([text, [0] * len(text)], np.int32)
         step, self.eval_batch_size = (2, 16) if device.type == "cpu" else (8, 64)
         steps = np.arange(step, longest + step, step, dtype=np.int64)
         if compiled:
@@ -85,22 +86,20 @@ class Padding:
         return eval_batches(self.widths(lengths), batch_size or self.eval_batch_size, num_ranks)
 
     def __call__(self, rows: list[NDArray[np.int32]]) -> Batch:
-        """Pad rows of token ids [T], or ids and types [2, T], to input_ids, attention_mask and
+        """Pad rows of token ids [1, T], or ids and types [2, T], to attention_mask, input_ids and
         token_type_ids, int64 [B, T].
         """
-        width = int(self.widths(np.array([max(ids.shape[-1] for ids in rows)]))[0])
-        padded = np.zeros((3, len(rows), width), np.int64)
-        padded[0] = self.token_id
+        width = int(self.widths(np.array([max(ids.shape[1] for ids in rows)]))[0])
+        padded = np.zeros((1 + len(rows[0]), len(rows), width), np.int64)
+        padded[1] = self.token_id
         for row, ids in enumerate(rows):
-            length = ids.shape[-1]
+            length = ids.shape[1]
             where = slice(width - length, None) if self.left else slice(length)
-            padded[0, row, where] = ids[0] if ids.ndim == 2 else ids
-            padded[1, row, where] = 1
-            if ids.ndim == 2:
-                padded[2, row, where] = ids[1]
-        names = ("input_ids", "attention_mask", "token_type_ids")[: 1 + rows[0].ndim]
+            padded[0, row, where] = 1
+            padded[1:, row, where] = ids
+        names = ("attention_mask", "input_ids", "token_type_ids")[: len(padded)]
         tensors = torch.from_numpy(padded)
-        return {name: tensors[number].clone() for number, name in enumerate(names)}
+        return {name: tensor.clone() for name, tensor in zip(names, tensors, strict=True)}
 
 
 def collate(split: Split, places: Ids, pad: Padding) -> Batch:
@@ -112,18 +111,16 @@ def collate(split: Split, places: Ids, pad: Padding) -> Batch:
         input_ids, attention_mask: int64 [B, T]; labels: as `Split.labels` has them; weights:
             float32 [B], what a sample counts in the loss; places: int64 [B].
     """
-    filler = len(places) == 0
-    real = np.zeros(1, np.int64) if filler else places
-    rows = split.tokens(real)
-    if filler:
-        has_types = rows[0].ndim == 2
-        rows = [np.stack([pad.empty_text, 0 * pad.empty_text]) if has_types else pad.empty_text]
-    batch = pad(rows)
-    batch["labels"] = torch.from_numpy(split.labels(real) * (not filler))
-    weights = split.weights(real) * (not filler)
-    batch["weights"] = torch.from_numpy(weights.astype(np.float32))
-    batch["places"] = torch.from_numpy(np.full(1, -1) if filler else np.array(places))
-    return batch
+    real = places if len(places) else np.zeros(1, np.int64)
+    rows, labels, weights = split.tokens(real), split.labels(real), split.weights(real)
+    if len(places) == 0:
+        rows, labels, weights = [pad.empty_text[: len(rows[0])]], 0 * labels, 0 * weights
+        places = np.full(1, -1)
+    return pad(rows) | {
+        "labels": torch.from_numpy(labels),
+        "weights": torch.from_numpy(weights.astype(np.float32)),
+        "places": torch.from_numpy(np.array(places)),
+    }
 
 
 def make_loader(

@@ -95,7 +95,7 @@ class Split:
         return self.store.text_hashes[self.ids(places)]
 
     def tokens(self, places: Ids) -> list[NDArray[np.int32]]:
-        """Token ids of each, int32 [T_i], or [2, T_i] with their types."""
+        """Token ids of each, int32 [1, T_i], or [2, T_i] with their types."""
         return [self.store.tokens(row) for row in self.ids(places)]
 
     def fingerprint(self) -> str:

@@ -84,11 +84,10 @@ class TokenStore:
         return len(self.label_codes)
 
     def tokens(self, row: int) -> NDArray[np.int32]:
-        """Return the token ids of a row, int32 [T], or [2, T] with their types."""
+        """Return the token ids of a row, int32 [1, T], or [2, T] with their types."""
         where = slice(self._offsets[row], self._offsets[row + 1])
-        if len(self._types):
-            return np.stack([self._tokens[where], self._types[where].astype(np.int32)])
-        return self._tokens[where]
+        ids = self._tokens[None, where]
+        return np.concatenate([ids, self._types[None, where]]) if len(self._types) else ids
 
     def lengths(self, rows: Ids) -> NDArray[np.int64]:
         """Return the numbers of tokens of `rows` [k], int64 [k]."""
@@ -216,7 +215,7 @@ def _write_store(folder: Path, source: Source, config: DataConfig, tokenizer: An
         offsets.write(np.zeros(1, np.int64).tobytes())  # numpy's tofile hides a full disk
         while chunk := list(islice(rows, ROWS_AT_ONCE)):
             encoded = _encode(tokenizer, [text for _, text, _ in chunk], max_seq_length)
-            arrays = [np.atleast_2d(ids) for ids in _arrays(encoded, tokenizer)]
+            arrays = _arrays(encoded, tokenizer)
             flat = np.concatenate(arrays, axis=1)
             tokens.write(flat[0].tobytes())
             if len(flat) > 1:
@@ -245,18 +244,18 @@ def token_ids(tokenizer: Any, texts: list[Text], max_seq_length: int) -> list[ND
     """Tokenise texts, or pairs of texts, cut at `max_seq_length` tokens, special tokens included.
 
     Returns:
-        int32 [T] each; where the model wants token types, and they are not all 0, [2, T]: ids and
-        types.
+        int32 [1, T] each; where the model wants token types, and they are not all 0, [2, T]: ids
+        and types.
     """
     return _arrays(_encode(tokenizer, texts, max_seq_length), tokenizer)
 
 
 def _arrays(encoded: Any, tokenizer: Any) -> list[NDArray[np.int32]]:
-    rows = encoded["input_ids"]
-    if "token_type_ids" in encoded:
-        rows = zip(rows, encoded["token_type_ids"], strict=True)
     # A text without any token, under a tokenizer without special ones, becomes one pad token.
-    return [np.array(ids or [tokenizer.pad_token_id], np.int32) for ids in rows]
+    names = [name for name in ("input_ids", "token_type_ids") if name in encoded]
+    empty = [[tokenizer.pad_token_id], [0]][: len(names)]
+    rows = zip(*(encoded[name] for name in names), strict=True)
+    return [np.array(row if row[0] else empty, np.int32) for row in rows]
 
 
 def _encode(tokenizer: Any, texts: list[Text], max_seq_length: int) -> Any:

@@ -32,7 +32,7 @@ def measured_need(accelerator: Accelerator, model: Any, split: Split, pad: Paddi
         split: the training rows.
     """
     known = np.arange(min(len(split.store), COUNTED_ROWS), dtype=np.int64)
-    text = np.resize(np.atleast_2d(split.store.tokens(0))[0], int(split.store.lengths(known).max()))
+    text = np.resize(split.store.tokens(0)[:1], (1, int(split.store.lengths(known).max())))
     label = split.labels(np.zeros(1, np.int64))
 
     def loss(count: int) -> torch.Tensor:

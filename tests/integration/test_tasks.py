@@ -441,7 +441,7 @@ def test_token_types(tmp_path: Path, tiny_model: Path) -> None:
         DataConfig(max_seq_length=8),
         load_tokenizer(str(tiny_model)),
     )
-    assert plain.tokens(0).ndim == 1
+    assert len(plain.tokens(0)) == 1
 
 
 def test_amounts_that_are_taken_for_labels_are_told(

@@ -69,7 +69,7 @@ def test_store_holds_what_the_tokenizer_says(
     assert len(store) == 47
     for number, (_, text, label) in enumerate(rows):
         expected = tokenizer(text, truncation=True, max_length=16)["input_ids"]
-        assert store.tokens(number).tolist() == expected
+        assert store.tokens(number).tolist() == [expected]
         assert store.lengths(np.array([number]))[0] == len(expected) <= 16
         assert store.labels[store.label_codes[number]] == label
     assert sum(len(ids) for ids in store_tokens_of_threads(tokenizer)) == 4 * 50 * 8 * 16
@@ -83,7 +83,7 @@ def store_tokens_of_threads(tokenizer) -> list[int]:
     texts = ["goal " * 60] * 8
 
     def cut(_: int) -> list[int]:
-        return [t for _ in range(50) for ids in token_ids(tokenizer, texts, 16) for t in ids]
+        return [t for _ in range(50) for ids in token_ids(tokenizer, texts, 16) for t in ids[0]]
 
     with ThreadPoolExecutor(4) as pool:
         return list(pool.map(cut, range(4)))
@@ -174,7 +174,7 @@ def test_damaged_store_is_made_again(
 ) -> None:
     folder = store_of(rows_file, tokenizer).folder
     (folder / name).write_bytes((folder / name).read_bytes()[:-3])
-    assert store_of(rows_file, tokenizer).tokens(46).tolist()[-1] == 3
+    assert store_of(rows_file, tokenizer).tokens(46)[0, -1] == 3
 
 
 def test_a_store_that_another_process_makes_meanwhile_is_not_thrown_away(
@@ -442,7 +442,7 @@ def test_padding_and_filling(rows_file: Path, tokenizer) -> None:
     lengths = split.lengths(np.array([3, 9]))
     assert batch["input_ids"].shape[1] % 8 == 0
     assert batch["attention_mask"].sum(1).tolist() == lengths.tolist()
-    assert batch["input_ids"][0, : lengths[0]].tolist() == split.tokens(np.array([3]))[0].tolist()
+    assert batch["input_ids"][:1, : lengths[0]].tolist() == split.tokens(np.array([3]))[0].tolist()
     assert (batch["input_ids"][batch["attention_mask"] == 0] == 0).all()
     assert (batch["weights"].tolist(), batch["places"].tolist()) == ([1, 1], [3, 9])
     filler = collate(split, np.array([], np.int64), Padding(tokenizer, 64, CPU))
@@ -465,7 +465,7 @@ def test_widths(tokenizer) -> None:
     ):
         pad = Padding(tokenizer, 100, device, compiled)
         assert pad.widths(lengths).tolist() == expected
-        assert pad([np.full(9, 5)])["input_ids"].shape == (1, expected[3])
+        assert pad([np.full((1, 9), 5)])["input_ids"].shape == (1, expected[3])
     few = Padding(tokenizer, 512, cuda, compiled=True).widths(np.arange(1, 513))
     assert sorted(set(few.tolist())) == [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
     assert Padding(tokenizer, 2, cuda, compiled=True).widths(np.array([1, 2])).tolist() == [2, 2]
@@ -474,7 +474,7 @@ def test_widths(tokenizer) -> None:
 def test_left_padding(rows_file: Path, tokenizer) -> None:
     pad = Padding(tokenizer, 64, CPU)
     pad.left = True
-    rows = [np.array([5, 6, 7, 9]), np.array([8])]
+    rows = [np.array([[5, 6, 7, 9]]), np.array([[8]])]
     assert pad(rows)["input_ids"].tolist() == [[5, 6, 7, 9], [0, 0, 0, 8]]
 
 
