@@ -199,7 +199,7 @@ def settings_to_reproduce(values: dict[str, Any]) -> dict[str, Any]:
     files = {"train_file", "validation_file", "test_file"}  # one that lies elsewhere, or the like
     named = {key for key in (*files, "dataset_name") if values.get(key) is not None}
     dropped = {name.replace("_file", "_split_name") for name in named}
-    dropped |= ROW_KEYS - files if "train_file" in named else files & named
+    dropped |= ROW_KEYS - files if "train_file" in named else set()
     dropped |= files if "dataset_name" in named else set()
     return {key: value for key, value in settings.items() if key not in dropped} | {
         "output_dir": folder.with_name(f"{folder.name}_again"),

@@ -145,7 +145,11 @@ def load_splits(config: TrainConfig, tokenizer: Any, model_labels: Sequence[str]
         DataError, ConfigError: for what is wrong with them.
     """
     sources = open_sources(config)
-    names, splits = _open(sources, config, tokenizer, model_labels)
+    stores = _tokenized(sources, config, tokenizer)
+    names = output_names(stores["train"], config)
+    if sorted(names) == sorted(model_labels):
+        names = list(model_labels)
+    splits = _split(stores, names, config)
     train, validation = splits["train"], splits["validation"]
     train.stop = min(train.stop, train.start + (config.max_train_samples or len(train)))
     labels = validation.labels(np.arange(len(validation), dtype=np.int64))
@@ -172,32 +176,39 @@ def load_splits(config: TrainConfig, tokenizer: Any, model_labels: Sequence[str]
     return Splits(names, train, validation, splits.get("test"), sources)
 
 
-def _open(
-    sources: dict[str, Source],
-    config: DataConfig,
-    tokenizer: Any,
-    model_labels: Sequence[str],
-    fixed: bool = False,
-) -> tuple[list[str], dict[str, Split]]:
-    """Return label names and splits; where no validation rows are given, they are cut off the
-    training rows.
-
-    Args:
-        model_labels: taken where the training rows have the same ones.
-        fixed: taken in any case.
-    """
+def _tokenized(
+    sources: dict[str, Source], config: DataConfig, tokenizer: Any
+) -> dict[str, TokenStore]:
+    """Open the store of each source; the faults of all sources are told together."""
     stores, faults = {}, []
     for name, source in sources.items():
         try:
-            stores[name] = _store(source, config, tokenizer)
+            stores[name] = store = tokenize(source, config, tokenizer)
         except DataError as error:
             faults.append(str(error))
+            continue
+        if store.num_empty_texts:
+            logger.warning(
+                "%s: %d of %d texts are empty; they are kept",
+                source.name, store.num_empty_texts, len(store),
+            )  # fmt: skip
+        if store.num_cut_texts:
+            logger.info(
+                "%s: %d of %d texts are cut at max_seq_length=%d tokens",
+                source.name, store.num_cut_texts, len(store), config.max_seq_length,
+            )  # fmt: skip
     if faults:
         raise DataError("\n".join(faults))
-    names = list(model_labels)
-    if not fixed:
-        found = output_names(stores["train"], config)
-        names = names if sorted(found) == sorted(names) else found
+    return stores
+
+
+def _split(stores: dict[str, TokenStore], names: list[str], config: DataConfig) -> dict[str, Split]:
+    """Return the splits; where no validation rows are given, they are cut off the training rows.
+
+    Args:
+        stores: of the rows that are given.
+        names: of the labels, by id.
+    """
     splits = {
         name: Split(store, targets(store, names, config), 0, len(store))
         for name, store in stores.items()
@@ -213,7 +224,7 @@ def _open(
     if "validation" in splits:
         validation = splits["validation"]
         validation.stop = min(validation.stop, config.max_eval_samples or validation.stop)
-    return names, splits
+    return splits
 
 
 def count_shared_texts(train: Split, other: Split) -> int:
@@ -260,21 +271,8 @@ def load_eval_split(
             f"split={wanted}: the job names no {wanted} rows. Fix: --{wanted}_file, or "
             f"--{wanted}_split_name of a data set"
         )
-    _, splits = _open({given: sources[given]}, config, tokenizer, names, fixed=True)
-    return wanted, splits[wanted], given != wanted
-
-
-def _store(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
-    store = tokenize(source, config, tokenizer)
-    if store.num_empty_texts:
-        empty, total = store.num_empty_texts, len(store)
-        logger.warning("%s: %d of %d texts are empty; they are kept", source.name, empty, total)
-    if store.num_cut_texts:
-        logger.info(
-            "%s: %d of %d texts are cut at max_seq_length=%d tokens",
-            source.name, store.num_cut_texts, len(store), config.max_seq_length,
-        )  # fmt: skip
-    return store
+    stores = _tokenized({given: sources[given]}, config, tokenizer)
+    return wanted, _split(stores, names, config)[wanted], given != wanted
 
 
 def class_weights(
