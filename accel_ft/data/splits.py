@@ -5,7 +5,6 @@ cut off and a `max_train_samples` draw cost no memory, and are the same rows in 
 """
 
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from accel_ft.config import DEFAULT_DATASET, DataConfig, TrainConfig
 from accel_ft.data.plan import Ids, combine_key, permute
 from accel_ft.data.sources import Source, file_source, hub_sources
-from accel_ft.data.targets import output_names, targets
+from accel_ft.data.targets import are_amounts, output_names, targets
 from accel_ft.data.tokenize import TokenStore, tokenize
 from accel_ft.errors import ConfigError, DataError
 
@@ -27,7 +26,6 @@ VALIDATION_MAX = 2000
 FEW_ROWS = 100
 COMPARED_TEXTS = 1_000_000
 SPLIT_KEY = combine_key(0xACCE1F7)  # fixed: other seeds train on the same rows
-DECIMAL = re.compile(r"-?\d*\.\d+")
 
 
 class Split:
@@ -52,16 +50,12 @@ class Split:
 
     def oversample(self) -> None:
         """Repeat rows of rarer labels until all labels have as many; 8 bytes of memory a row."""
+        # In another order than a file's, whose first rows may be alike.
         places = permute(np.arange(len(self), dtype=np.int64), len(self), SPLIT_KEY)
-        labels = self.labels(
-            places
-        )  # in another order than a file's, whose first rows may be alike
-        counts = np.bincount(labels)
-        places = places[np.argsort(labels, kind="stable")]
-        by_label = np.split(places, np.cumsum(counts)[:-1])
-        self.repeated = np.concatenate(
-            [np.resize(rows, counts.max()) for rows in by_label if len(rows)]
-        )
+        labels = self.labels(places)
+        by_label = [places[labels == label] for label in np.unique(labels)]
+        most = max(map(len, by_label))
+        self.repeated = np.concatenate([np.resize(rows, most) for rows in by_label])
 
     def ids(self, places: Ids) -> Ids:
         """Sample ids at places 0..n-1 of this split, int64 [k]."""
@@ -89,10 +83,6 @@ class Split:
             return np.ones(len(places))
         weights: NDArray[np.float64] = self.class_weights[self.labels(places)]
         return weights
-
-    def text_hashes(self, places: Ids) -> NDArray[np.uint64]:
-        """Hashes of the texts, uint64 [k]."""
-        return self.store.text_hashes[self.ids(places)]
 
     def tokens(self, places: Ids) -> list[NDArray[np.int32]]:
         """Token ids of each, int32 [1, T_i], or [2, T_i] with their types."""
@@ -229,8 +219,9 @@ def _split(stores: dict[str, TokenStore], names: list[str], config: DataConfig) 
 
 def count_shared_texts(train: Split, other: Split) -> int:
     """Return how many texts of `other` are among the (first million) texts of `train`."""
-    known = train.text_hashes(np.arange(min(len(train), COMPARED_TEXTS), dtype=np.int64))
-    hashes = other.text_hashes(np.arange(len(other), dtype=np.int64))
+    ids = train.ids(np.arange(min(len(train), COMPARED_TEXTS), dtype=np.int64))
+    known = train.store.text_hashes[ids]
+    hashes = other.store.text_hashes[other.ids(np.arange(len(other), dtype=np.int64))]
     return int(np.isin(hashes, known, kind="sort").sum())  # a table's range overflows in numpy 2.0
 
 
@@ -238,7 +229,7 @@ def _warn_of_look_alikes(names: list[str]) -> None:
     """Warn of labels that differ in case or spaces only, probably one label, and of numbers with
     fractions, probably no labels.
     """
-    if all(map(DECIMAL.fullmatch, names)) and not all(float(name).is_integer() for name in names):
+    if are_amounts(names):
         logger.warning(
             "the labels are numbers (%s, ...), and each is a class of its own. Fix, if they are "
             "amounts: --problem_type regression", names[0],

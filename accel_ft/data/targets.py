@@ -82,7 +82,7 @@ def targets(store: TokenStore, names: list[str], config: DataConfig) -> NDArray[
             f"{place}: label {label!r} is none of these.{nearest(label, id_of)}"
             for place, label in faults[:FAULTS_SHOWN]
         ]
-        if all(map(_number, names)) and not all(float(name).is_integer() for name in names):
+        if are_amounts(names):
             shown.append("Numbers to predict? Fix: --problem_type regression")
         shown += [f"... and {more} more"] * (more > 0)
         raise DataError("\n  ".join([f"{store.name}: unknown labels. Allowed: {allowed}", *shown]))
@@ -92,6 +92,11 @@ def targets(store: TokenStore, names: list[str], config: DataConfig) -> NDArray[
     for row, labels in enumerate(sets):
         table[row, [id_of[label] for label in labels]] = True
     return table
+
+
+def are_amounts(names: list[str]) -> bool:
+    """Whether labels are numbers and some have fractions: probably those of a regression."""
+    return all(map(_number, names)) and not all(float(name).is_integer() for name in names)
 
 
 def canonical(value: Any, config: DataConfig, names: tuple[str, ...] | None) -> str | None:
