@@ -31,10 +31,10 @@ from accel_ft.errors import nearest
 
 DATA_FILE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 
-SPLIT_KEYS = {f"{split}_split_name" for split in ("train", "validation", "test")}
-ROW_KEYS = SPLIT_KEYS | {
-    "dataset_name", "dataset_config_name", "train_file", "validation_file", "test_file",
-}  # fmt: skip
+SPLITS = ("train", "validation", "test")
+SPLIT_KEYS = {f"{split}_split_name" for split in SPLITS}
+FILE_KEYS = {f"{split}_file" for split in SPLITS}
+ROW_KEYS = SPLIT_KEYS | FILE_KEYS | {"dataset_name", "dataset_config_name"}
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 DEFAULT_DATASET = "fancyzhx/ag_news"  # where no rows are named
 METRICS = {
@@ -42,6 +42,7 @@ METRICS = {
     "multi_label_classification": ("f1_macro", "f1_micro", "accuracy", "loss"),
     "regression": ("rmse", "mae", "pearson", "spearmanr", "r2", "loss"),
 }
+ERRORS = ("loss", "rmse", "mae")  # the lowest is the best
 CLASS_METRIC = re.compile(r"per_class\.(.+)\.(precision|recall|f1)")
 MAYBE_PATHS = {
     "model_name_or_path", "dataset_name", "resume_from_checkpoint", "checkpoint", "input", "output",
@@ -178,17 +179,23 @@ class DataConfig(Config):
     more as make the same number of tokens. Left out: 16 on a CPU, whose caches are small; else
     64."""
 
+    @property
+    def files(self) -> dict[str, Path]:
+        """The files of rows that are named, by split."""
+        named = {split: getattr(self, f"{split}_file") for split in SPLITS}
+        return {split: path for split, path in named.items() if path is not None}
+
     def rules(self) -> Iterator[Fault]:
         """Check that named files exist and have a known format."""
         yield from super().rules()
-        for key in ("train_file", "validation_file", "test_file"):
-            path: Path | None = getattr(self, key)
-            if path is not None and not path.is_file():
-                found = "it is a folder" if path.is_dir() else "there is no such file"
-                is_missing = not path.exists() and path.parent.is_dir()
-                siblings = [p.name for p in path.parent.iterdir()] if is_missing else []
-                yield self._fault(f"{found}.{nearest(path.name, siblings, 0.8)}", key)
-            elif path is not None and path.suffix.lower() not in DATA_FILE_SUFFIXES:
+        for split, path in self.files.items():
+            key = f"{split}_file"
+            if path.is_dir():
+                yield self._fault("it is a folder", key)
+            elif not path.is_file():
+                siblings = [each.name for each in path.parent.glob("*")]
+                yield self._fault(f"there is no such file.{nearest(path.name, siblings, 0.8)}", key)
+            elif path.suffix.lower() not in DATA_FILE_SUFFIXES:
                 yield self._fault(f"unknown format. Allowed: {', '.join(DATA_FILE_SUFFIXES)}", key)
         yield from self._either("dataset_name", "train_file")
         for key in ("dataset_config_name", *sorted(SPLIT_KEYS)):
@@ -358,7 +365,7 @@ class TrainConfig(HubConfig, DataConfig):
     @property
     def takes_highest(self) -> bool:
         """Whether the highest value of it is the best."""
-        usual = self.best_metric not in ("loss", "rmse", "mae")
+        usual = self.best_metric not in ERRORS
         return usual if self.greater_is_better is None else self.greater_is_better
 
     @property
@@ -366,9 +373,9 @@ class TrainConfig(HubConfig, DataConfig):
         """What a best model is told by: the metric, and the end of it that `greater_is_better` has
         turned to.
         """
-        usual = self.model_copy(update={"greater_is_better": None}).takes_highest
-        turned = ", the highest" if self.takes_highest else ", the lowest"
-        return self.best_metric + (turned if self.takes_highest != usual else "")
+        if self.takes_highest == (self.best_metric not in ERRORS):
+            return self.best_metric
+        return f"{self.best_metric}, the {'highest' if self.takes_highest else 'lowest'}"
 
     def rules(self) -> Iterator[Fault]:
         """Check the keys against each other."""
@@ -395,11 +402,10 @@ class TrainConfig(HubConfig, DataConfig):
             yield self._fault(words, "resume_from_checkpoint")
         yield from self._either("freeze", "lora_r")
         yield from self._either("oversampling", "class_weights")
-        has_rows = self.train_file is not None or self.dataset_name is not None
-        for key in ("validation_file", "test_file"):
-            if getattr(self, key) is not None and not has_rows:
+        if self.train_file is None and self.dataset_name is None:
+            for split in self.files:
                 words = "given without training rows. Fix: add train_file or dataset_name"
-                yield self._fault(words, key, "train_file", "dataset_name")
+                yield self._fault(words, f"{split}_file", "train_file", "dataset_name")
 
 
 with warnings.catch_warnings():
@@ -434,8 +440,7 @@ class EvaluateConfig(DataConfig):
     def rules(self) -> Iterator[Fault]:
         """The metrics are not to replace the rows."""
         yield from super().rules()
-        files = (self.train_file, self.validation_file, self.test_file)
-        yield from self._to_write("output", *files)
+        yield from self._to_write("output", *self.files.values())
 
 
 class ExportConfig(HubConfig):

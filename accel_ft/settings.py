@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from accel_ft.config import ROW_KEYS, SPLIT_KEYS, Config, type_name
+from accel_ft.config import FILE_KEYS, ROW_KEYS, Config, type_name
 from accel_ft.errors import ConfigError, nearest
 
 LAUNCH_OPTIONS = (
@@ -182,9 +182,7 @@ def run_settings(values: dict[str, Any]) -> dict[str, Any]:
     if run is None:
         return {}
     settings = read_settings(run / "config.yaml")
-    sources = ROW_KEYS - SPLIT_KEYS - {"dataset_config_name"}
-    own_rows = any(values.get(key) is not None for key in sources)
-    replaced = ROW_KEYS | {"max_eval_samples"} if own_rows else ()
+    replaced = ROW_KEYS | {"max_eval_samples"} if _named_rows(values) else ()
     return {key: value for key, value in settings.items() if key not in replaced}
 
 
@@ -196,15 +194,20 @@ def settings_to_reproduce(values: dict[str, Any]) -> dict[str, Any]:
     if not all((folder / name).is_file() for name in ("config.yaml", "receipt.json")):
         raise ConfigError(f"reproduce={folder}: holds no run")
     settings = read_settings(folder / "config.yaml")
-    files = {"train_file", "validation_file", "test_file"}  # one that lies elsewhere, or the like
-    named = {key for key in (*files, "dataset_name") if values.get(key) is not None}
+    named = _named_rows(values)  # those that lie elsewhere now, or the like
     dropped = {name.replace("_file", "_split_name") for name in named}
-    dropped |= ROW_KEYS - files if "train_file" in named else set()
-    dropped |= files if "dataset_name" in named else set()
+    if "train_file" in named:
+        dropped |= ROW_KEYS - FILE_KEYS
+    if "dataset_name" in named:
+        dropped |= FILE_KEYS
     return {key: value for key, value in settings.items() if key not in dropped} | {
         "output_dir": folder.with_name(f"{folder.name}_again"),
         "push_to_hub": False,
     }
+
+
+def _named_rows(values: dict[str, Any]) -> set[str]:
+    return {key for key in FILE_KEYS | {"dataset_name"} if values.get(key) is not None}
 
 
 def run_folder(checkpoint: str) -> Path | None:

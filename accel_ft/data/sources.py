@@ -371,7 +371,7 @@ def check_first_rows(config: DataConfig) -> None:
         DataError: naming what is missing, of all files.
     """
     faults = []
-    for path in filter(None, (config.train_file, config.validation_file, config.test_file)):
+    for path in config.files.values():
         suffix = path.suffix.lower().removeprefix(".")
         if suffix == "json":  # it has no first row before all of it is read
             continue

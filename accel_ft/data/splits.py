@@ -113,12 +113,7 @@ class Splits:
 
 def open_sources(config: DataConfig, needs_train: bool = True) -> dict[str, Source]:
     """Find the rows of each split that is given: keys among train, validation, test."""
-    named = {
-        "train": config.train_file,
-        "validation": config.validation_file,
-        "test": config.test_file,
-    }
-    files = {split: file_source(path) for split, path in named.items() if path is not None}
+    files = {split: file_source(path) for split, path in config.files.items()}
     if config.train_file is None and (config.dataset_name is not None or not files):
         return hub_sources(config, config.dataset_name or DEFAULT_DATASET, needs_train) | files
     return files
