@@ -44,9 +44,19 @@ METRICS = {
 }
 ERRORS = ("loss", "rmse", "mae")  # the lowest is the best
 CLASS_METRIC = re.compile(r"per_class\.(.+)\.(precision|recall|f1)")
-MAYBE_PATHS = {
-    "model_name_or_path", "dataset_name", "resume_from_checkpoint", "checkpoint", "input", "output",
-}  # fmt: skip
+
+
+def _expanded(value: Any) -> Any:
+    """`~` is the home folder; an empty variable of the shell is no folder."""
+    if value == "":
+        raise ValueError("is empty")
+    return os.path.expanduser(value) if isinstance(value, str | os.PathLike) else value
+
+
+EXPANDED = BeforeValidator(_expanded)
+File = Annotated[Path, EXPANDED]
+Existing = Annotated[FilePath, EXPANDED]
+Place = Annotated[str, EXPANDED]  # a path, or what is none: a name on the Hub, -
 BY_COMMAS = BeforeValidator(
     lambda value: (
         [part.strip() for part in value.split(",") if part.strip()]
@@ -88,22 +98,13 @@ class Config(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _read(cls, value: Any, info: ValidationInfo) -> Any:
-        """A truth value is no number; `~` is the home folder; an empty variable of the shell is no
-        folder.
-        """
-        key = str(info.field_name)
-        kinds = type_name(cls.model_fields[key].annotation).split("|")
+        """A truth value is no number."""
+        kinds = type_name(cls.model_fields[str(info.field_name)].annotation).split("|")
         if value is False and "off" in kinds:
             return "off"  # as YAML reads it
         if isinstance(value, bool) and kinds != ["BOOL"]:
             raise PydanticCustomError("bool", "{found} given", {"found": str(value).lower()})
-        is_path = "FILE" in kinds
-        value = os.fspath(value) if isinstance(value, os.PathLike) else value
-        if not isinstance(value, str) or not (is_path or key in MAYBE_PATHS):
-            return value
-        if value == "":
-            raise ValueError("is empty")
-        return os.path.expanduser(value)
+        return value
 
     def rules(self) -> Iterator[Fault]:
         """Yield what is wrong between keys, or on disk."""
@@ -142,7 +143,7 @@ class Config(BaseModel):
 class DataConfig(Config):
     """Where the rows come from."""
 
-    dataset_name: str | None = None
+    dataset_name: Place | None = None
     """Data set on the Hub, or a folder `datasets` reads; with no file given: fancyzhx/ag_news."""
     dataset_config_name: str | None = None
     """Which of its configurations, where it has several: mrpc of nyu-mll/glue."""
@@ -154,11 +155,11 @@ class DataConfig(Config):
     test_split_name: str | None = None
     """Its split to evaluate on once, at the end; left out: test, where it has one that no other key
     names."""
-    train_file: Path | None = None
+    train_file: File | None = None
     """Training rows: csv, tsv, json, jsonl or parquet."""
-    validation_file: Path | None = None
+    validation_file: File | None = None
     """Rows to evaluate on while training; left out: a tenth of the training rows, 2,000 at most."""
-    test_file: Path | None = None
+    test_file: File | None = None
     """Rows to evaluate on once, at the end."""
     text_column: str = "text"
     """Column with the text."""
@@ -228,10 +229,10 @@ class HubConfig(Config):
 class TrainConfig(HubConfig, DataConfig):
     """Keys of `accel_ft.train`. With no key set it is the AG News job."""
 
-    model_name_or_path: str = "distilbert/distilbert-base-uncased"
+    model_name_or_path: Place = "distilbert/distilbert-base-uncased"
     """Hub id, folder, or package://PYTHON_PACKAGE/PATH for weights an installed package carries
     (with #sha256=HEX at the end, its model.safetensors must have that hash)."""
-    output_dir: Path = Path("runs/ag_news")
+    output_dir: File = Path("runs/ag_news")
     """Folder the run is written to."""
     max_train_samples: int | None = Field(None, ge=1)
     """Use this many training rows, drawn at random (always the same ones)."""
@@ -314,7 +315,7 @@ class TrainConfig(HubConfig, DataConfig):
     """End after as many evaluations in a row without a better value of metric_for_best_model."""
     early_stopping_threshold: float = Field(0.0, ge=0)
     """How much better a value must be to count."""
-    resume_from_checkpoint: Literal["latest"] | str | None = None
+    resume_from_checkpoint: Annotated[Literal["latest"] | str | None, EXPANDED] = None
     """`latest` (from the beginning where there is no checkpoint yet), or a checkpoint's folder."""
     allow_changed: Names = ()
     """What may differ between a checkpoint and this job, by name, such as learning_rate,train_data;
@@ -331,7 +332,7 @@ class TrainConfig(HubConfig, DataConfig):
     report_to: Names = ("html",)
     """html: report.html at the end; beside it experiment trackers that accelerate knows, such as
     tensorboard,wandb,trackio,mlflow; or none."""
-    reproduce: Path | None = None
+    reproduce: File | None = None
     """Folder of a run: train it again, with its settings, and compare update by update."""
     profile: bool = False
     """Leave a trace of updates 6 to 10 of this start in <output_dir>/profile, by torch.profiler."""
@@ -414,7 +415,7 @@ with warnings.catch_warnings():
     class DoctorConfig(TrainConfig):
         """Keys of `accel_ft.doctor`: those of a job, and where to write what was found."""
 
-        json: Path | None = None  # type: ignore[assignment]
+        json: File | None = None  # type: ignore[assignment]
         """Write the findings to this JSON file."""
 
         def rules(self) -> Iterator[Fault]:
@@ -426,11 +427,11 @@ with warnings.catch_warnings():
 class EvaluateConfig(DataConfig):
     """Keys of `accel_ft.evaluate`. What is not set comes from the run the checkpoint belongs to."""
 
-    checkpoint: str
+    checkpoint: Place
     """A run's folder, a checkpoint, or any Hugging Face folder, Hub id or package:// model."""
     split: Literal["test", "validation"] | None = None
     """Which rows; left out: the test rows where there are any, else the validation rows."""
-    output: Path | None = None
+    output: File | None = None
     """Write the metrics to this JSON file too."""
     max_seq_length: int | None = Field(None, ge=2)  # type: ignore[assignment]
     """Tokens a text is cut at; left out: as in training, or what the model sees, 512 at most."""
@@ -446,9 +447,9 @@ class EvaluateConfig(DataConfig):
 class ExportConfig(HubConfig):
     """Keys of `accel_ft.export`."""
 
-    checkpoint: str
+    checkpoint: Place
     """A run's folder or a published checkpoint of any strategy."""
-    output: Path
+    output: File
     """Folder to write, new or empty."""
     format: Literal["transformers", "onnx"] = "transformers"
     """onnx: write model.onnx too, checked against the model."""
@@ -457,13 +458,13 @@ class ExportConfig(HubConfig):
 class SearchConfig(Config):
     """Keys of `accel_ft.search`."""
 
-    job: FilePath
+    job: Existing
     """YAML of the job, as `accel_ft.train --config` takes it."""
-    space: FilePath
+    space: Existing
     """YAML of the keys to vary: {low: A, high: B, log: true}, or a list to choose from."""
-    output_dir: Path = Path("runs/search")
+    output_dir: File = Path("runs/search")
     """Folder of the study and its trials; best.yaml is the job that is found."""
-    config_file: FilePath | None = None
+    config_file: Existing | None = None
     """accelerate's YAML, which decides the strategy of each trial."""
     num_trials: int = Field(20, ge=1)
     """Trials in all, those of earlier starts of the same study included."""
@@ -476,9 +477,9 @@ class SearchConfig(Config):
 class PredictConfig(Config):
     """Keys of `accel_ft.predict`."""
 
-    checkpoint: str
+    checkpoint: Place
     """A run's folder, a checkpoint, or any Hugging Face folder, Hub id or package:// model."""
-    input: str | None = None
+    input: Place | None = None
     """File to label (csv, tsv, json, jsonl, parquet, or plain lines), or - for standard input."""
     input_format: Literal["auto", "csv", "tsv", "json", "jsonl", "parquet", "lines"] = "auto"
     """Format of the input; auto: by the file's name, of standard input jsonl after {, json
@@ -487,7 +488,7 @@ class PredictConfig(Config):
     """One text to label, in place of input; --text=... where it begins with a dash."""
     text_pair: str | None = None
     """The second text of the pair, with text."""
-    output: str = "-"
+    output: Place = "-"
     """File for the JSON lines, or - for standard output."""
     text_column: str = "text"
     """Column with the text (not for plain lines); left out: the run's own where there is one."""
