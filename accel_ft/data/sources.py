@@ -10,16 +10,16 @@ import csv
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from accel_ft.config import Config, DataConfig
+from accel_ft.config import SPLITS, Config, DataConfig
 from accel_ft.data.targets import MEANT, canonical
 from accel_ft.errors import ConfigError, DataError, nearest
 from accel_ft.runtime.files import sha256
@@ -78,25 +78,30 @@ class Source:
         """
         faults: list[str] = []
         columns_checked = False
-        for place, record in _until_unreadable(self.records(), faults):
-            if len(faults) == MAX_FAULTS_READ:
-                break
-            if isinstance(record, str):
-                faults.append(f"{place}: {record}")
-                continue
-            if not columns_checked:
-                check_columns(self.name, record, config)
-                columns_checked = True
-            cell = record.get(config.label_column)
-            label = canonical(cell, config, self.label_names)
-            text, fault = read_text(record, config.text_column, config.text_pair_column)
-            if fault is None and label is None:
-                meant = MEANT[config.problem_type]
-                fault = f"{config.label_column} is {_show(cell)}, not {meant}"
-            if fault is None:
-                yield place, text, str(label)
-            else:
-                faults.append(f"{place}: {fault}")
+        try:
+            for place, record in self.records():
+                if len(faults) == MAX_FAULTS_READ:
+                    break
+                if isinstance(record, str):
+                    faults.append(f"{place}: {record}")
+                    continue
+                if not columns_checked:
+                    check_columns(self.name, record, config)
+                    columns_checked = True
+                cell = record.get(config.label_column)
+                label = canonical(cell, config, self.label_names)
+                text, fault = read_text(record, config.text_column, config.text_pair_column)
+                if fault is None and label is None:
+                    meant = MEANT[config.problem_type]
+                    fault = f"{config.label_column} is {_show(cell)}, not {meant}"
+                if fault is None:
+                    yield place, text, str(label)
+                else:
+                    faults.append(f"{place}: {fault}")
+        except DataError as error:  # here reading ends
+            if not faults:
+                raise
+            faults.append(str(error))
         if faults:
             count, shown = len(faults), faults[:MAX_FAULTS_SHOWN]
             if count > len(shown):
@@ -112,16 +117,6 @@ class Source:
         """Return the texts of some rows by their number, 0 for the first."""
         rows = islice(self.rows(config), max(wanted, default=-1) + 1)
         return {number: text for number, (_, text, _) in enumerate(rows) if number in wanted}
-
-
-def _until_unreadable(records: Iterator[Record], faults: list[str]) -> Iterator[Record]:
-    """Yield records up to one where reading ends; the end is one more of the faults before it."""
-    try:
-        yield from records
-    except DataError as error:
-        if not faults:
-            raise
-        faults.append(str(error))
 
 
 def file_source(path: Path) -> Source:
@@ -254,14 +249,18 @@ def _read_parquet(path: str) -> Iterator[Record]:
     import pyarrow.parquet
 
     try:
-        number, file = 0, pyarrow.parquet.ParquetFile(path)
+        file = pyarrow.parquet.ParquetFile(path)
         _refuse_twice(path, file.schema_arrow.names)
-        for batch in file.iter_batches(batch_size=1024):
-            for record in batch.to_pylist():
-                number += 1
-                yield f"row {number}", record
+        yield from _rows_of_batches(file.iter_batches(batch_size=1024), count(1))
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DataError(f"{path}: cannot be read as parquet ({error})") from error
+
+
+def _rows_of_batches(batches: Iterable[Any], numbers: Iterable[int]) -> Iterator[Record]:
+    """Yield the rows of Arrow's batches, the numbers of the rows beside them."""
+    records = chain.from_iterable(batch.to_pylist() for batch in batches)
+    for record, number in zip(records, numbers, strict=False):
+        yield f"row {number}", record
 
 
 def hub_sources(config: DataConfig, name: str, needs_train: bool = True) -> dict[str, Source]:
@@ -282,30 +281,30 @@ def hub_sources(config: DataConfig, name: str, needs_train: bool = True) -> dict
         raise ConfigError(f"dataset_name={name}: is a file. Fix: --train_file {name}")
     with fetching("dataset_name", name):
         loaded = datasets.load_dataset(name, config.dataset_config_name)
-    label_column, sources = config.label_column, {}
+    sources = {}
     name = f"{name}, {config.dataset_config_name}" if config.dataset_config_name else name
-    splits = ("train", "validation", "test")
-    named: dict[str, str | None] = {s: getattr(config, f"{s}_split_name") for s in splits}
+    named: dict[str, str | None] = {s: getattr(config, f"{s}_split_name") for s in SPLITS}
     for split, wanted in named.items():
         if wanted is not None and wanted not in loaded:
             raise ConfigError(
                 f"{split}_split_name={wanted}: {name} has no such split.{nearest(wanted, loaded)} "
                 f"Allowed: {', '.join(map(str, loaded))}"
             )
+        its_name = wanted or split
         is_others = wanted is None and split in named.values()
-        rows: Any = () if is_others else loaded.get(wanted or split, ())
-        labelled = _labelled(rows, label_column)
-        if len(labelled) < len(rows):
-            logger.warning(
-                "%s: %d of its %d %s rows have no label (-1, or null) and are left out",
-                name, len(rows) - len(labelled), len(rows), wanted or split,
-            )  # fmt: skip
-        if len(labelled):
-            where = f"{name}, split {wanted or split}"
-            sources[split] = _hub_source(where, rows, labelled, config)
-        elif wanted is not None or (split == "train" and needs_train):
+        if its_name in loaded and not is_others:
+            rows = loaded[its_name]
+            labelled = _labelled(rows, config.label_column)
+            if len(labelled) < len(rows):
+                logger.warning(
+                    "%s: %d of its %d %s rows have no label (-1, or null) and are left out",
+                    name, len(rows) - len(labelled), len(rows), its_name,
+                )  # fmt: skip
+            if len(labelled):
+                sources[split] = _hub_source(f"{name}, split {its_name}", rows, labelled, config)
+        if split not in sources and (wanted is not None or (split == "train" and needs_train)):
             raise ConfigError(
-                f"dataset_name={name}: has no split `{wanted or split}` with labels, only "
+                f"dataset_name={name}: has no split `{its_name}` with labels, only "
                 + ", ".join(map(str, loaded))
             )
     return sources
@@ -315,7 +314,7 @@ def _labelled(rows: Any, label_column: str) -> NDArray[np.int64]:
     """The numbers of the rows that have a label: benchmarks keep those of a test split, or of rows
     without agreement, back.
     """
-    feature = rows.features.get(label_column) if len(rows) else None
+    feature = rows.features.get(label_column)
     if feature is None:
         return np.arange(len(rows))
     labels = rows.select_columns([label_column]).with_format("arrow")[:][label_column]
@@ -332,10 +331,8 @@ def _hub_source(name: str, rows: Any, labelled: NDArray[np.int64], config: DataC
         check_columns(name, dict.fromkeys(rows.column_names), config)
         named = (config.text_column, config.text_pair_column, config.label_column)
         columns = list(dict.fromkeys(filter(None, named)))  # no sound or picture is decoded
-        numbers = iter(labelled)
-        for batch in rows.select_columns(columns).select(labelled).iter(batch_size=1000):
-            for values in zip(*batch.values(), strict=True):
-                yield f"row {next(numbers)}", dict(zip(batch, values, strict=True))
+        chosen = rows.select_columns(columns).select(labelled).with_format("arrow")
+        yield from _rows_of_batches(chosen.iter(batch_size=1000), labelled)
 
     feature = rows.features.get(config.label_column)
     names = getattr(getattr(feature, "feature", feature), "names", None)  # of a list's elements
