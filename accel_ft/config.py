@@ -57,15 +57,16 @@ EXPANDED = BeforeValidator(_expanded)
 File = Annotated[Path, EXPANDED]
 Existing = Annotated[FilePath, EXPANDED]
 Place = Annotated[str, EXPANDED]  # a path, or what is none: a name on the Hub, -
-BY_COMMAS = BeforeValidator(
-    lambda value: (
-        [part.strip() for part in value.split(",") if part.strip()]
-        if isinstance(value, str)
-        else value
-    )
-)
-Names = Annotated[tuple[str, ...], BY_COMMAS]
-Weights = Annotated[tuple[PositiveFloat, ...], BY_COMMAS]
+
+
+def _cut_at_commas(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    return [part.strip() for part in value.split(",") if part.strip()]
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_cut_at_commas)]
+Weights = Annotated[tuple[PositiveFloat, ...], BeforeValidator(_cut_at_commas)]
 Fault = tuple[tuple[str, ...], str]  # the keys it touches, the message
 
 

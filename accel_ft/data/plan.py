@@ -93,6 +93,7 @@ class Plan:
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.lengths = lengths
+        self.num_full_steps = num_samples // global_batch_size  # of an epoch
         self.steps_per_epoch = -(-num_samples // global_batch_size)
         self._window = lru_cache(maxsize=2)(self._make_window)
 
@@ -108,11 +109,11 @@ class Plan:
         """
         epoch, step = divmod(step, self.steps_per_epoch)
         window, row = divmod(step, WINDOW_STEPS)
-        num_full_steps = self.num_samples // self.global_batch_size
-        if step < num_full_steps:
+        if step < self.num_full_steps:
             ids: Ids = self._window(epoch, window)[row]
             return ids
-        return self._by_length(epoch, num_full_steps * self.global_batch_size, self.num_samples)
+        start = self.num_full_steps * self.global_batch_size
+        return self._by_length(epoch, start, self.num_samples)
 
     def micro_batches(self, step: int, num_micro_batches: int) -> list[Ids]:
         """Split update `step` into M micro-batches of neighbouring lengths and nearly equal size,
@@ -131,14 +132,11 @@ class Plan:
 
     def _make_window(self, epoch: int, window: int) -> Ids:
         """Return a window's global batches, int64 [<= WINDOW_STEPS, G], in shuffled order."""
-        size = WINDOW_STEPS * self.global_batch_size
-        stop = min(
-            (window + 1) * size, self.num_samples // self.global_batch_size * self.global_batch_size
-        )
-        batches = self._by_length(epoch, window * size, stop).reshape(-1, self.global_batch_size)
-        rank_of = mix(
-            np.arange(len(batches), dtype=np.uint64) + combine_key(self.seed, epoch, window)
-        )
+        size, first = self.global_batch_size, window * WINDOW_STEPS
+        stop = min(first + WINDOW_STEPS, self.num_full_steps)
+        batches = self._by_length(epoch, first * size, stop * size).reshape(-1, size)
+        numbers = np.arange(len(batches), dtype=np.uint64)
+        rank_of = mix(numbers + combine_key(self.seed, epoch, window))
         return batches[np.argsort(rank_of, kind="stable")]
 
 

@@ -164,8 +164,7 @@ def _text_lines(file: IO[bytes], name: str) -> Iterator[tuple[int, str]]:
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{name}: line {number}: byte {error.start + 1} (0x{raw[error.start]:02x}) is not "
-                "UTF-8. "
-                "Fix: save the file as UTF-8"
+                "UTF-8. Fix: save the file as UTF-8"
             ) from error
         if "\0" in line:
             raise DataError(f"{name}: line {number}: holds a NUL character. Fix: remove it")
