@@ -131,13 +131,11 @@ def make_loader(
     Its own generator keeps it from drawing on torch's: an iterator made at a resume leaves
     dropout's numbers alone.
     """
-    numbers: Any = range(start, len(batches))
-    first: Callable[[list[Batch]], Batch] = itemgetter(0)
     loader = DataLoader(
         batches,
         batch_size=1,
-        sampler=numbers,
-        collate_fn=first,
+        sampler=range(start, len(batches)),
+        collate_fn=itemgetter(0),
         num_workers=num_workers,
         pin_memory=accelerator.device.type == "cuda",
         generator=torch.Generator(),
