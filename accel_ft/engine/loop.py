@@ -30,6 +30,7 @@ def update(run: Run, micro_batches: Iterator[Batch]) -> Iterator[Batch]:
     # The factor cancels what is divided by later: accumulation steps in `backward`, ranks in the
     # gradient all-reduce.
     scale = run.num_micro_batches / run.global_weight(run.step)
+    losses = []
     for batch in islice(micro_batches, run.accumulation_steps):
         with accelerator.accumulate(model):
             logits = forward(model, batch)
@@ -38,9 +39,10 @@ def update(run: Run, micro_batches: Iterator[Batch]) -> Iterator[Batch]:
             )
             accelerator.backward(loss * scale)
         fill_gradient(model)
-        run.add_loss(loss, batch)
+        losses.append(loss.detach())
+        run.padded_tokens += batch["input_ids"].numel()
     grad_norm = clip(accelerator, model, optimizer, run.config.max_grad_norm or float("inf"))
-    healthy = all_finite(run, grad_norm)  # on every rank, before the weights move
+    healthy = all_finite(run, losses, grad_norm)  # on every rank, before the weights move
     if healthy:
         optimizer.step()
     optimizer.zero_grad()

@@ -30,25 +30,30 @@ class Outcome(NamedTuple):
     arrived: Any = None  # an event, when they can be read; None for now
 
 
-def all_finite(run: Run, grad_norm: torch.Tensor) -> bool:
+def all_finite(run: Run, losses: list[torch.Tensor], grad_norm: torch.Tensor) -> bool:
     """Return whether the weights may move: losses and gradients are finite on every rank.
     Collective.
 
     On a GPU the answer of the device is read an update later, so that the host does not wait;
     the device itself leaves the weights alone meanwhile.
+
+    Args:
+        losses: this rank's weighted loss of each micro-batch of the update, on the device.
+        grad_norm: of the whole update.
     """
-    run.outcomes.append(_measure(run, grad_norm))
+    run.outcomes.append(_measure(run, losses, grad_norm))
     late = _is_late(run)
     while len(run.outcomes) > (late and not run.is_due()):
         outcome = run.outcomes[0]
-        *losses, norm = _read(outcome)
-        finite = all(map(math.isfinite, losses))
+        *sums, norm = _read(outcome)
+        finite = all(map(math.isfinite, sums))
         finite = finite and (math.isfinite(norm) or _is_fp16_overflow(run))
         run.stop_signal, nonfinite = run.watch.agree(run.watch.stop_signal, int(not finite))
         run.grad_norm = norm if math.isfinite(norm) else None
         if not nonfinite:
             run.outcomes.popleft()
-            run.count_loss(math.fsum(losses), outcome.step)
+            run.loss_sum += math.fsum(sums)
+            run.loss_weight += run.global_weight(outcome.step)
             if outcome.step > run.newest_nonfinite:
                 run.num_nonfinite = 0
         elif outcome.step == run.step or run.config.on_nonfinite != "skip":
@@ -65,10 +70,9 @@ def _is_late(run: Run) -> bool:
     return on_device and next(run.model.parameters()).device.type == "cuda"
 
 
-def _measure(run: Run, grad_norm: torch.Tensor) -> Outcome:
+def _measure(run: Run, losses: list[torch.Tensor], grad_norm: torch.Tensor) -> Outcome:
     """Collect what tells whether an update is finite; read late, the device skips a sick one."""
-    values = torch.stack([*run.losses, grad_norm.to(run.losses[0])])  # offloaded, it is on the CPU
-    run.losses.clear()
+    values = torch.stack([*losses, grad_norm.to(losses[0])])  # offloaded, it is on the CPU
     if not _is_late(run):
         return Outcome(run.step, values)
     sick = (~values.isfinite()).any().float()

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import nn
@@ -79,8 +78,6 @@ class Run:
     newest_nonfinite: int = -1
     outcomes: deque[Any] = field(default_factory=deque)
     """What is not known yet of the newest updates; see engine/nonfinite.py."""
-    losses: list[torch.Tensor] = field(default_factory=list)
-    """This rank's weighted loss of each micro-batch of the update; on the device."""
     grad_norm: float | None = None
     """Of the last update over all ranks; None where it was not finite or there was none."""
     logits: NDArray[np.float32] | None = None
@@ -267,16 +264,6 @@ class Run:
     def global_weight(self, step: int) -> float:
         """Return the weight of update `step`'s whole global batch."""
         return float(self.splits.train.weights(self.plan.global_batch(step)).sum())
-
-    def add_loss(self, loss: torch.Tensor, batch: Batch) -> None:
-        """Keep a micro-batch's weighted loss, without waiting for the device."""
-        self.losses.append(loss.detach())
-        self.padded_tokens += batch["input_ids"].numel()
-
-    def count_loss(self, loss: float, step: int) -> None:
-        """Add this rank's loss of update `step` to those of the next train event."""
-        self.loss_sum += loss
-        self.loss_weight += self.global_weight(step)
 
     def is_due(self) -> bool:
         """Return whether something is to be done after the present update that must know it."""

@@ -302,13 +302,12 @@ def test_overflow_of_fp16_is_no_sickness(
 ) -> None:
     scaler = None if scale is None else SimpleNamespace(get_scale=lambda: scale)
     run: Any = SimpleNamespace(
-        losses=[torch.tensor(loss)], step=0, is_due=lambda: True, config=SimpleNamespace(on_nonfinite="stop"),
+        step=0, is_due=lambda: True, config=SimpleNamespace(on_nonfinite="stop"),
         accelerator=SimpleNamespace(scaler=scaler, device=torch.device("cpu"), num_processes=1),
         watch=SimpleNamespace(stage=lambda *_, **__: None, stop_signal=0, agree=lambda *n: list(n)),
         loss_sum=0.0, loss_weight=0.0, global_weight=lambda step: 1.0, newest_nonfinite=-1, outcomes=deque(),
     )  # fmt: skip
-    run.count_loss = lambda loss, step: Run.count_loss(run, loss, step)
-    assert handling.all_finite(run, torch.tensor(norm)) is finite
+    assert handling.all_finite(run, [torch.tensor(loss)], torch.tensor(norm)) is finite
     assert run.loss_sum == (loss if finite else 0.0)
 
 
