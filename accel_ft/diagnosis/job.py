@@ -479,7 +479,6 @@ class _Job:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.micro_batches: Iterator[Batch] | None = None
         self.parts: dict[str, Any] = {
             "model": run.model, "optimizer": run.optimizer, "scheduler": run.scheduler,
         }  # fmt: skip
@@ -488,13 +487,18 @@ class _Job:
 
     def step(self) -> list[int]:
         """Do one update; return the places of the samples that this rank read."""
-        if self.micro_batches is None:
+        if self.run.batches is None:
             if self.run.step == 0:
                 start_or_resume(self.run)
             self.run.model.train()
-            self.micro_batches = self.run.start()
-        read = list(islice(self.micro_batches, self.run.accumulation_steps))
-        update(self.run, iter(read))
+            self.run.start()
+        batches = self.run.batches
+        read = list(islice(batches, self.run.accumulation_steps))
+        self.run.batches = iter(read)
+        try:
+            update(self.run)
+        finally:
+            self.run.batches = batches
         return [place for batch in read for place in _places(batch)]
 
     def save(self, folder: Path) -> None:

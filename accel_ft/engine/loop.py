@@ -1,9 +1,7 @@
 """The loop: `train` is the run, `update` one update of the weights."""
 
-from collections.abc import Iterator
 from itertools import islice
 
-from accel_ft.data.loader import Batch
 from accel_ft.engine.clip import clip
 from accel_ft.engine.end import finish
 from accel_ft.engine.nonfinite import all_finite, may_skip, passes_over
@@ -14,24 +12,24 @@ from accel_ft.model.embedding import fill_gradient
 
 def train(run: Run) -> None:
     """Train from update `run.step` to the last one, then leave the final model."""
-    micro_batches = run.start()
+    run.start()
     run.model.train()
     while not run.is_over:
-        micro_batches = update(run, micro_batches)
+        update(run)
     finish(run)
 
 
-def update(run: Run, micro_batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Do one update, and what is due after it; return the micro-batches that follow."""
+def update(run: Run) -> None:
+    """Do one update, and what is due after it."""
     accelerator, model, optimizer = run.accelerator, run.model, run.optimizer
-    if passes_over(run, micro_batches):
-        return micro_batches
+    if passes_over(run):
+        return
     # The weight of the whole global batch is known from the plan, without asking the other ranks.
     # The factor cancels what is divided by later: accumulation steps in `backward`, ranks in the
     # gradient all-reduce.
     scale = run.num_micro_batches / run.global_weight(run.step)
     losses = []
-    for batch in islice(micro_batches, run.accumulation_steps):
+    for batch in islice(run.batches, run.accumulation_steps):
         with accelerator.accumulate(model):
             logits = forward(model, batch)
             loss = weighted_loss(
@@ -48,5 +46,5 @@ def update(run: Run, micro_batches: Iterator[Batch]) -> Iterator[Batch]:
     optimizer.zero_grad()
     if healthy or may_skip(run):
         run.after_update()
-        return micro_batches
-    return run.restart()
+    else:
+        run.start()

@@ -3,7 +3,6 @@
 import logging
 import math
 from collections import deque
-from collections.abc import Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -13,7 +12,6 @@ from numpy.typing import NDArray
 from torch import distributed as dist
 
 from accel_ft.checkpoint import state, transaction
-from accel_ft.data.loader import Batch
 from accel_ft.engine.run import Run
 from accel_ft.errors import UserError
 
@@ -182,12 +180,12 @@ def _roll_back_to_newest(run: Run, sick_step: int) -> None:
     logger.warning("rolled back to update %d", run.step)
 
 
-def passes_over(run: Run, micro_batches: Iterator[Batch]) -> bool:
+def passes_over(run: Run) -> bool:
     """Leave the coming update out where a rollback says so. Collective."""
     run.watch.stage(f"step {run.step + 1}", can_save=True)
     if run.step not in run.passed_over:
         return False
-    deque(islice(micro_batches, run.accumulation_steps), maxlen=0)
+    deque(islice(run.batches, run.accumulation_steps), maxlen=0)
     run.grad_norm = None
     ids = run.plan.global_batch(run.step)
     run.timed_samples -= len(ids)  # which are counted there, and were not trained

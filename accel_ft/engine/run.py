@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import nn
 
 from accel_ft.checkpoint import state, transaction
 from accel_ft.config import TrainConfig
-from accel_ft.data.loader import Batch, Batches, make_loader
+from accel_ft.data.loader import Batches, make_loader
 from accel_ft.data.plan import Plan
 from accel_ft.data.splits import Split, Splits
 from accel_ft.engine.evaluation import evaluate
@@ -97,7 +96,7 @@ class Run:
     bar: Any = None
     loader: Any = None
     batches: Any = None
-    """The iterator of `loader`."""
+    """The iterator of `loader`: this rank's micro-batches from the present update on."""
     profiler: Any = None
     saved_step: int = -1
     """Update of the checkpoint that was written or loaded last."""
@@ -128,8 +127,8 @@ class Run:
         """Micro-batches of one update, over all ranks."""
         return self.accumulation_steps * int(self.accelerator.num_processes)
 
-    def start(self) -> Iterator[Batch]:
-        """Return the remaining micro-batches of this rank; the clock runs from here. Collective."""
+    def start(self) -> None:
+        """Have `batches` begin with the present update's; the clock runs from here. Collective."""
         if self.bar is None:
             shown = self.accelerator.is_main_process
             self.bar = progress_bar(self.step, self.num_steps, shown)
@@ -141,22 +140,16 @@ class Run:
                     )
                 self.profiler = make_profiler(self.output_dir / "profile", rank)
                 self.profiler.start()
+        self._leave_loader()
+        self.bar.n = self.step
+        self.timed_samples = self.timed_tokens = self.padded_tokens = 0
         self.timed_since = time.monotonic()
         if self.eval_is_due:
             self.evaluate()
         start = self.step * self.num_micro_batches
         workers = self.config.dataloader_num_workers
         self.loader = make_loader(self.accelerator, self.train_batches, start, workers)
-        batches: Iterator[Batch] = iter(self.loader)
-        self.batches = batches
-        return batches
-
-    def restart(self) -> Iterator[Batch]:
-        """Return the micro-batches from another update on. Collective."""
-        self._leave_loader()
-        self.bar.n = self.step
-        self.timed_samples = self.timed_tokens = self.padded_tokens = 0
-        return self.start()
+        self.batches = iter(self.loader)
 
     def _leave_loader(self) -> None:
         """End the loader's workers, before its last batch too."""

@@ -34,7 +34,8 @@ def sample_ids(task: dict[str, Any]) -> list[list[list[int]]]:
     accelerator = make_accelerator()
     run = built(task["words"], accelerator)
     epochs = []
-    batches = iter(run.start())
+    run.start()
+    batches = run.batches
     for _ in range(2):
         per_epoch = run.plan.steps_per_epoch * run.accumulation_steps
         epochs.append(
@@ -130,7 +131,8 @@ def resume_from(task: dict[str, Any]) -> list[list[float]]:
 def shares(task: dict[str, Any]) -> dict[str, Any]:
     """Bytes of parameters and optimizer state that each rank holds, after one update."""
     run = built(task["words"], make_accelerator())
-    batch = next(iter(run.start()))
+    run.start()
+    batch = next(run.batches)
     run.accelerator.backward(forward(run.model, batch).sum())
     run.optimizer.step()
     parameters = list(run.model.parameters())
