@@ -73,25 +73,14 @@ def _leave_predictions(run: Run, logits: NDArray[np.float32], model_step: int) -
     """Measure the final model on the test rows, and write down its predictions of these; where
     there are none, those of the validation rows. Collective.
     """
-    name, split = "validation", run.splits.validation
+    name = "validation"
     if run.test_loader is not None and run.splits.test is not None:
-        name, split = "test", run.splits.test
+        name = "test"
         run.watch.stage("eval", can_save=True)
-        run.measure("test", run.test_loader, split, model_step=model_step)
-        assert run.logits is not None
-        logits = run.logits
+        _, logits = run.measure(name, run.test_loader, run.splits.test, model_step=model_step)
     with state.together(run.watch, run.output_dir / "predictions"):
         if run.accelerator.is_main_process:
-            sources = run.splits.sources
-            write_predictions(
-                run.output_dir,
-                logits,
-                split,
-                sources.get(name) or sources["train"],  # that it was cut off
-                run.config,
-                run.splits.label_names,
-                run.thresholds,
-            )
+            write_predictions(run.output_dir, run.config, run.splits, name, logits, run.thresholds)
 
 
 def _export(run: Run, final: Path) -> None:

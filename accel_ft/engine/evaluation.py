@@ -15,8 +15,7 @@ from torch import nn
 
 from accel_ft.config import DataConfig
 from accel_ft.data.loader import Batches, Padding, make_loader
-from accel_ft.data.sources import Source
-from accel_ft.data.splits import Split
+from accel_ft.data.splits import Split, Splits
 from accel_ft.engine.step import forward
 from accel_ft.runtime.files import write_whole
 
@@ -98,23 +97,27 @@ def evaluate(
 
 def write_predictions(
     folder: Path,
-    logits: NDArray[np.float32],
-    split: Split,
-    source: Source,
     config: DataConfig,
-    label_names: list[str],
+    splits: Splits,
+    name: str,
+    logits: NDArray[np.float32],
     thresholds: NDArray[np.float64] | None,
 ) -> None:
     """Leave predictions.npz (logits [n, C], labels and rows [n], thresholds where there are any)
     and mistakes.jsonl, the most confident mistakes (of a regression, the largest errors) with their
     texts.
+
+    Args:
+        name: of the split the logits are of.
     """
     from accel_ft.metrics import mistakes
 
+    split: Split = getattr(splits, name)
+    source = splits.sources.get(name) or splits.sources["train"]  # that it was cut off
     places = np.arange(len(split), dtype=np.int64)
     labels, ids = split.labels(places), split.ids(places)
     rows = source.row_numbers(ids)
-    wrong, pairs = mistakes(logits, labels, label_names, thresholds)
+    wrong, pairs = mistakes(logits, labels, splits.label_names, thresholds)
     worst = np.argsort(-wrong, kind="stable")[: min(MISTAKES, int((wrong > 0).sum()))]
     arrays: dict[str, Any] = {} if thresholds is None else {"thresholds": thresholds}
     file = io.BytesIO()

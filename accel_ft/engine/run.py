@@ -339,12 +339,12 @@ class Run:
     def evaluate(self) -> bool:
         """Write an eval event; return whether it is to be kept as the best one. Collective."""
         self.watch.stage("eval", can_save=True)
-        scores = self.measure("eval", self.validation_loader, self.splits.validation)
+        scores, logits = self.measure("eval", self.validation_loader, self.splits.validation)
+        self.logits, self.logits_step = logits, self.step
         self.eval_is_due = False
         ahead = math.inf
         value = self.watch.tell(self.config.best_value(scores))[0]  # to the last bit on all ranks
-        assert self.logits is not None
-        if not (math.isfinite(value) and np.isfinite(self.logits).all()):
+        if not (math.isfinite(value) and np.isfinite(logits).all()):
             ahead = -math.inf  # of numbers that are none, the largest is the first label's
         elif self.best is not None:
             ahead = (value - self.best["value"]) * (1 if self.config.takes_highest else -1)
@@ -355,18 +355,22 @@ class Run:
             self.best = {"step": self.step, "metric": self.config.best_rule, "value": value}
         return ahead > 0 and self.config.load_best_model_at_end
 
-    def measure(self, name: str, loader: Any, split: Split, **about: int) -> dict[str, Any]:
+    def measure(
+        self, name: str, loader: Any, split: Split, **about: int
+    ) -> tuple[dict[str, Any], NDArray[np.float32]]:
         """Evaluate a split, write it as event `name`, keep the time out of the training speed.
 
         Args:
             about: `model_step`, of the model where it is not the newest one.
+
+        Returns:
+            The metrics, and the logits, [n, C].
         """
         started = time.monotonic()
         names = self.splits.label_names
-        scores, self.logits = evaluate(
+        scores, logits = evaluate(
             self.accelerator, self.model, loader, split, names, self.check_stop, self.thresholds
         )
-        self.logits_step = self.step
         seconds = time.monotonic() - started
         self.timed_since += seconds
         values = {f"{name}_{key}": value for key, value in scores.items()}
@@ -378,7 +382,7 @@ class Run:
         shown = ", ".join(f"{k} {v:.4f}" for k, v in scores.items() if isinstance(v, float))
         step = about.get("model_step", self.step)
         logger.info("%s after update %d: %s (%d rows)", name, step, shown, len(split))
-        return scores
+        return scores, logits
 
     def settle(self) -> None:
         """Wait until the checkpoint that was written last is published. Collective."""
