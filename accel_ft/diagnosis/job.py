@@ -42,7 +42,7 @@ from accel_ft.diagnosis import (
 )
 from accel_ft.diagnosis.finding import Finding, Verdict, agreed, gather
 from accel_ft.diagnosis.sample import write_sample
-from accel_ft.engine.build import build, plain_model
+from accel_ft.engine.build import build
 from accel_ft.engine.fitting import measured_need, strategy_name
 from accel_ft.engine.loop import train, update
 from accel_ft.engine.run import Run
@@ -52,6 +52,7 @@ from accel_ft.errors import LaunchError, UserError, first_line
 from accel_ft.model import dropout
 from accel_ft.model.memory import device_bytes
 from accel_ft.model.optim import make_optimizer, make_scheduler, scaled_learning_rate
+from accel_ft.model.plain import plain_model
 from accel_ft.runtime.hub import hub_reachable, is_hub_id
 from accel_ft.runtime.launch import make_training_accelerator
 from accel_ft.runtime.logging import progress_bar, read_events

@@ -1,14 +1,12 @@
 """A configuration -> the parts of a run."""
 
 import inspect
-import json
 import logging
 import math
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
@@ -19,30 +17,27 @@ from accel_ft.data.loader import Batches, Padding, collate, train_places
 from accel_ft.data.plan import Plan
 from accel_ft.data.splits import Split, Splits, class_weights, load_splits
 from accel_ft.engine.evaluation import make_eval_loader
-from accel_ft.engine.fitting import largest_micro_batch
+from accel_ft.engine.fitting import DEFAULT_GLOBAL_BATCH_SIZE, fit_micro_batch
 from accel_ft.engine.run import Run
 from accel_ft.engine.step import forward, unreached
 from accel_ft.errors import ConfigError, DataError, LaunchError, nearest
 from accel_ft.model import load
-from accel_ft.model.adapters import choose_trained
 from accel_ft.model.embedding import make_sparse, tied_modules
-from accel_ft.model.first_token import leave_out_the_rest
 from accel_ft.model.optim import (
     allocate_state,
     make_optimizer,
     make_scheduler,
     scaled_learning_rate,
 )
+from accel_ft.model.plain import plain_model
 from accel_ft.runtime import fsdp
 from accel_ft.runtime.launch import check_granted, is_compiled
 from accel_ft.runtime.logging import EventLog
 from accel_ft.runtime.trackers import Trackers
 from accel_ft.runtime.watch import Watch
-from accel_ft.settings import read_settings, run_folder
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_GLOBAL_BATCH_SIZE = 32
 IDENTITY_KEYS = {
     "model_name_or_path", "max_seq_length", "global_batch_size", "seed", "learning_rate",
     "lr_scaling", "lr_reference_batch_size", "lr_scheduler_type", "warmup_steps", "weight_decay",
@@ -77,7 +72,7 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
         splits.train.oversample()
     pad = Padding(tokenizer, config.max_seq_length, accelerator.device, is_compiled())
     if config.per_device_train_batch_size == "auto":
-        config = _fitted(config, accelerator, watch, splits, tokenizer, pad)
+        config = fit_micro_batch(config, accelerator, watch, splits, tokenizer, pad)
     config, accumulation_steps = _resolve_batch(
         config, accelerator.num_processes, len(splits.train)
     )
@@ -142,41 +137,6 @@ def _warn_of_other_labels(config: TrainConfig, names: list[str], known: list[str
             "the head of %s is kept, though it was trained for other labels: %s",
             config.model_name_or_path, pairs,
         )  # fmt: skip
-
-
-def plain_model(
-    config: TrainConfig, device: torch.device, label_names: list[str], tokenizer: Any
-) -> tuple[Any, list[str]]:
-    """Load the job's model, not wrapped yet, with the same new head on every rank.
-
-    Args:
-        device: that it will train on; it is on the CPU yet.
-
-    Returns:
-        The model, and the names of the parameters that were drawn anew.
-    """
-    set_seed(config.seed)
-    folder = load.resolve(config.model_name_or_path)
-    labels = dict(enumerate(label_names))
-    model_config = load.load_model_config(
-        folder,
-        id2label=labels,
-        label2id={label: label_id for label_id, label in labels.items()},
-        pad_token_id=tokenizer.pad_token_id,
-        problem_type=config.problem_type,
-        thresholds=None,  # of another job's rows
-    )
-    num_tokens = getattr(model_config.get_text_config(), "vocab_size", None)
-    if isinstance(num_tokens, int) and tokenizer.pad_token_id >= num_tokens:
-        raise ConfigError(
-            f"model_name_or_path={folder}: its tokenizer pads with token {tokenizer.pad_token_id}, "
-            f"its model knows {num_tokens}. Fix: model.resize_token_embeddings(len(tokenizer)), or "
-            "a pad token that the model knows; save both"
-        )
-    model, drawn = load.load_for_training(folder, model_config, device)
-    leave_out_the_rest(model)
-    model.config.max_seq_length = config.max_seq_length  # as predict and evaluate take it
-    return choose_trained(model, config, drawn), drawn
 
 
 def _build_model(
@@ -245,45 +205,6 @@ def _build_model(
         optimizer.zero_grad()
     set_seed(config.seed, device_specific=True)  # other dropout on every rank
     return model, counts, optimizer, scheduler
-
-
-def _fitted(
-    config: TrainConfig,
-    accelerator: Accelerator,
-    watch: Watch,
-    splits: Splits,
-    tokenizer: Any,
-    pad: Padding,
-) -> TrainConfig:
-    """Settle per_device_train_batch_size: auto; the model is loaded once more for it."""
-    size = config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
-    rows = -(-size // accelerator.num_processes)
-
-    def load_model() -> Any:
-        return plain_model(config, accelerator.device, splits.label_names, tokenizer)[0]
-
-    found = largest_micro_batch(config, accelerator, watch, load_model, splits.train, pad, rows)
-    (earlier, *_) = watch.tell(_earlier_micro_batch(config, accelerator.num_processes))
-    if earlier is not None and earlier != found:
-        found = min(earlier, found)
-        logger.info(
-            "per_device_train_batch_size: %d samples at once, where there were %d", found, earlier
-        )
-    return config.resolved(per_device_train_batch_size=found, global_batch_size=size)
-
-
-def _earlier_micro_batch(config: TrainConfig, num_processes: int) -> int | None:
-    """What `auto` found before on as many ranks, for the run that goes on: the split into
-    micro-batches decides what dropout draws.
-    """
-    wanted = config.resume_from_checkpoint
-    run = config.output_dir if wanted == "latest" else run_folder(wanted or "")
-    if wanted is None or run is None or not (run / "receipt.json").is_file():
-        return None
-    receipt = json.loads((run / "receipt.json").read_text(encoding="utf-8"))
-    if receipt["strategy"]["num_processes"] != num_processes:
-        return None
-    return int(read_settings(run / "config.yaml")["per_device_train_batch_size"])
 
 
 def _resolve_batch(

@@ -2,8 +2,8 @@
 a rank that runs out of memory leaves the others waiting.
 """
 
+import json
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,14 +13,17 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from accel_ft.config import TrainConfig
 from accel_ft.data.loader import Padding
-from accel_ft.data.splits import Split
+from accel_ft.data.splits import Split, Splits
 from accel_ft.engine.step import forward, weighted_loss
 from accel_ft.errors import ConfigError
 from accel_ft.model.memory import RESERVE, Need, device_bytes, need
+from accel_ft.model.plain import plain_model
 from accel_ft.runtime.watch import Watch
+from accel_ft.settings import read_settings, run_folder
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_GLOBAL_BATCH_SIZE = 32
 COUNTED_ROWS, MEASURED_ROWS = 1_000_000, 4
 
 
@@ -56,26 +59,22 @@ def strategy_name(accelerator: Accelerator) -> str:
     return names.get(accelerator.distributed_type, "ddp")
 
 
-def largest_micro_batch(
+def fit_micro_batch(
     config: TrainConfig,
     accelerator: Accelerator,
     watch: Watch,
-    load_model: Callable[[], Any],
-    split: Split,
+    splits: Splits,
+    tokenizer: Any,
     pad: Padding,
-    rows: int,
-) -> int:
-    """Return the most samples of a micro-batch that fit on every rank, the same on all. Collective.
-
-    Args:
-        load_model: gives a model, not wrapped.
-        rows: samples of an update that a rank has in all; more are not needed.
+) -> TrainConfig:
+    """Settle per_device_train_batch_size: auto, as the most samples of a micro-batch that fit on
+    every rank; the model is loaded once more for it. Collective.
 
     Raises:
         ConfigError: not one fits.
     """
     capacity = device_bytes(accelerator.device)  # before the model has its share of it
-    model = load_model()
+    model, _ = plain_model(config, accelerator.device, splits.label_names, tokenizer)
     whole = sum(parameter.nbytes for parameter in model.parameters())
     if min(watch.tell(capacity)) < 2 * whole:
         raise ConfigError(
@@ -83,9 +82,11 @@ def largest_micro_batch(
             "room on a device to be measured on. Fix: a number; `accel_ft.doctor` counts"
         )
     model.to(accelerator.device).train()
-    wanted = measured_need(accelerator, model, split, pad)
+    wanted = measured_need(accelerator, model, splits.train, pad)
     held = wanted.on_rank(strategy_name(accelerator), accelerator.num_processes, 0)
     free = int(capacity * (1 - RESERVE)) - held
+    size = config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
+    rows = -(-size // accelerator.num_processes)  # of an update on a rank; more are not needed
     found = int(min(*watch.tell(free // max(wanted.per_row, 1)), rows))
     if found < 1:
         raise ConfigError(
@@ -94,4 +95,24 @@ def largest_micro_batch(
             "gradient_checkpointing, or FSDP, as `accel_ft.doctor` advises"
         )
     logger.info("per_device_train_batch_size: %d samples at once", found)
-    return found
+    (earlier, *_) = watch.tell(_earlier_micro_batch(config, accelerator.num_processes))
+    if earlier is not None and earlier != found:
+        found = min(earlier, found)
+        logger.info(
+            "per_device_train_batch_size: %d samples at once, where there were %d", found, earlier
+        )
+    return config.resolved(per_device_train_batch_size=found, global_batch_size=size)
+
+
+def _earlier_micro_batch(config: TrainConfig, num_processes: int) -> int | None:
+    """What `auto` found before on as many ranks, for the run that goes on: the split into
+    micro-batches decides what dropout draws.
+    """
+    wanted = config.resume_from_checkpoint
+    run = config.output_dir if wanted == "latest" else run_folder(wanted or "")
+    if wanted is None or run is None or not (run / "receipt.json").is_file():
+        return None
+    receipt = json.loads((run / "receipt.json").read_text(encoding="utf-8"))
+    if receipt["strategy"]["num_processes"] != num_processes:
+        return None
+    return int(read_settings(run / "config.yaml")["per_device_train_batch_size"])

@@ -16,9 +16,9 @@ from transformers import (
 
 from accel_ft.checkpoint.open import open_classifier
 from accel_ft.config import TrainConfig
-from accel_ft.engine.build import plain_model
 from accel_ft.model.first_token import KINDS, leave_out_the_rest
 from accel_ft.model.load import load_tokenizer
+from accel_ft.model.plain import plain_model
 
 SIZES = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48,
          "num_attention_heads": 4, "max_position_embeddings": 40, "num_labels": 3, "pad_token_id": 1,

@@ -1,0 +1,47 @@
+"""A job's model, before anything wraps it."""
+
+from typing import Any
+
+import torch
+from accelerate.utils import set_seed
+
+from accel_ft.config import TrainConfig
+from accel_ft.errors import ConfigError
+from accel_ft.model import load
+from accel_ft.model.adapters import choose_trained
+from accel_ft.model.first_token import leave_out_the_rest
+
+
+def plain_model(
+    config: TrainConfig, device: torch.device, label_names: list[str], tokenizer: Any
+) -> tuple[Any, list[str]]:
+    """Load the job's model, not wrapped yet, with the same new head on every rank.
+
+    Args:
+        device: that it will train on; it is on the CPU yet.
+
+    Returns:
+        The model, and the names of the parameters that were drawn anew.
+    """
+    set_seed(config.seed)
+    folder = load.resolve(config.model_name_or_path)
+    labels = dict(enumerate(label_names))
+    model_config = load.load_model_config(
+        folder,
+        id2label=labels,
+        label2id={label: label_id for label_id, label in labels.items()},
+        pad_token_id=tokenizer.pad_token_id,
+        problem_type=config.problem_type,
+        thresholds=None,  # of another job's rows
+    )
+    num_tokens = getattr(model_config.get_text_config(), "vocab_size", None)
+    if isinstance(num_tokens, int) and tokenizer.pad_token_id >= num_tokens:
+        raise ConfigError(
+            f"model_name_or_path={folder}: its tokenizer pads with token {tokenizer.pad_token_id}, "
+            f"its model knows {num_tokens}. Fix: model.resize_token_embeddings(len(tokenizer)), or "
+            "a pad token that the model knows; save both"
+        )
+    model, drawn = load.load_for_training(folder, model_config, device)
+    leave_out_the_rest(model)
+    model.config.max_seq_length = config.max_seq_length  # as predict and evaluate take it
+    return choose_trained(model, config, drawn), drawn
