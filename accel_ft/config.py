@@ -192,11 +192,12 @@ class DataConfig(Config):
         yield from super().rules()
         for split, path in self.files.items():
             key = f"{split}_file"
-            if path.is_dir():
-                yield self._fault("it is a folder", key)
-            elif not path.is_file():
+            if not path.exists():
                 siblings = [each.name for each in path.parent.glob("*")]
                 yield self._fault(f"there is no such file.{nearest(path.name, siblings, 0.8)}", key)
+            elif not path.is_file():
+                kind = "a folder" if path.is_dir() else "no plain file, and rows are read twice"
+                yield self._fault(f"it is {kind}", key)
             elif path.suffix.lower() not in DATA_FILE_SUFFIXES:
                 yield self._fault(f"unknown format. Allowed: {', '.join(DATA_FILE_SUFFIXES)}", key)
         yield from self._either("dataset_name", "train_file")

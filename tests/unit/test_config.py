@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,8 @@ def test_rules_between_keys(tmp_path: Path) -> None:
     (tmp_path / "rows.xls").touch()
     assert "unknown format. Allowed: .csv" in fault("--train_file", str(tmp_path / "rows.xls"))
     assert "it is a folder" in fault("--train_file", str(tmp_path))
+    os.mkfifo(tmp_path / "pipe.csv")
+    assert "it is no plain file" in fault("--train_file", str(tmp_path / "pipe.csv"))
     assert "Did you mean `rows.csv`?" in fault("--train_file", str(tmp_path / "row.csv"))
     assert "it is a folder. Allowed" not in fault("--train_file", str(tmp_path))  # itself
     gone = fault("--resume_from_checkpoint", "true")  # as the Trainer's resume_from_checkpoint
