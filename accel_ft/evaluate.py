@@ -9,7 +9,7 @@ from typing import Any
 
 from accel_ft.config import ROW_KEYS, EvaluateConfig
 from accel_ft.errors import ConfigError, run_command
-from accel_ft.settings import parse, run_folder, run_settings
+from accel_ft.settings import parse, read_receipt, run_folder, run_settings
 
 logger = logging.getLogger("accel_ft.evaluate")  # run with -m, its name is __main__
 
@@ -58,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "max_eval_samples" in typed:  # the run's is for its validation rows
         split.stop = min(split.stop, config.max_eval_samples or split.stop)
     if is_cut_off and run is not None and accelerator.is_main_process:
-        receipt = json.loads((run / "receipt.json").read_text(encoding="utf-8"))
-        if not split.is_beside(receipt["data"]["train"]):
+        trained_on = read_receipt(run)["data"]["train"]
+        if not split.is_beside(trained_on):
             logger.warning(
                 "the validation rows were cut off the training rows, which are not those of the "
                 "run any more (or cut at another max_seq_length): some may have been trained on"

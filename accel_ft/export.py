@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from accel_ft.config import ExportConfig
 from accel_ft.errors import ConfigError, require, run_command
-from accel_ft.settings import parse, run_folder, run_settings
+from accel_ft.settings import parse, read_receipt, run_folder, run_settings
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -77,7 +76,7 @@ def export(
         if settings.get("problem_type") is None and model_config.problem_type is not None:
             settings["problem_type"] = model_config.problem_type
         run = run_folder(checkpoint)
-        receipt = json.loads((run / "receipt.json").read_text("utf-8")) if run is not None else {}
+        receipt = read_receipt(run) if run is not None else {}
         if "commit" not in receipt.get("pretrained", {"commit"}):
             settings.pop("model_name_or_path", None)  # a folder, whatever its name looks like
         ended = run is not None and Path(folder).resolve() == run / "model"  # no checkpoint's

@@ -1,6 +1,7 @@
 """How the keys are read: from YAML, the command line and earlier runs, all faults at once."""
 
 import argparse
+import json
 import os
 import sys
 import typing
@@ -217,6 +218,22 @@ def run_folder(checkpoint: str) -> Path | None:
         return None
     candidates = (folder, folder.parent, folder.parent.parent)  # a run, its model, its checkpoint
     return next((path for path in candidates if (path / "receipt.json").is_file()), None)
+
+
+def read_receipt(run: Path) -> dict[str, Any]:
+    """Read the receipt.json of a run's folder.
+
+    Raises:
+        ConfigError: there is none, or it is damaged.
+    """
+    path = run / "receipt.json"
+    try:
+        receipt: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(f"{run}: holds no run of accel_ft (no receipt.json)") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from error
+    return receipt
 
 
 def _parser(config_class: type[Config], prog: str) -> argparse.ArgumentParser:

@@ -2,7 +2,6 @@
 a rank that runs out of memory leaves the others waiting.
 """
 
-import json
 import logging
 from typing import Any
 
@@ -19,7 +18,7 @@ from accel_ft.errors import ConfigError
 from accel_ft.model.memory import RESERVE, Need, device_bytes, need
 from accel_ft.model.plain import plain_model
 from accel_ft.runtime.watch import Watch
-from accel_ft.settings import read_settings, run_folder
+from accel_ft.settings import read_receipt, read_settings, run_folder
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +111,6 @@ def _earlier_micro_batch(config: TrainConfig, num_processes: int) -> int | None:
     run = config.output_dir if wanted == "latest" else run_folder(wanted or "")
     if wanted is None or run is None or not (run / "receipt.json").is_file():
         return None
-    receipt = json.loads((run / "receipt.json").read_text(encoding="utf-8"))
-    if receipt["strategy"]["num_processes"] != num_processes:
+    if read_receipt(run)["strategy"]["num_processes"] != num_processes:
         return None
     return int(read_settings(run / "config.yaml")["per_device_train_batch_size"])

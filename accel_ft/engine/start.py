@@ -1,7 +1,6 @@
 """A run -> where it begins or goes on, and what describes it in its folder."""
 
 import hashlib
-import json
 import logging
 import math
 import shutil
@@ -17,6 +16,7 @@ from accel_ft.model import load
 from accel_ft.runtime.files import write_whole
 from accel_ft.runtime.logging import read_events
 from accel_ft.runtime.receipt import write_receipt
+from accel_ft.settings import read_receipt
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def _selection(config: TrainConfig) -> dict[str, Any]:
 
 
 def _checked_receipt(run: Run) -> dict[str, Any]:
-    receipt: dict[str, Any] = json.loads((run.output_dir / "receipt.json").read_text("utf-8"))
+    receipt = read_receipt(run.output_dir)
     state.check_same_run(
         run.output_dir, receipt["identity"], run.identity, run.config.allow_changed
     )

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from accel_ft.errors import ConfigError
 from accel_ft.runtime.logging import read_events
-from accel_ft.settings import read_settings
+from accel_ft.settings import read_receipt, read_settings
 
 CALIBRATION_BINS = 15
 DRAWS = 10_000
@@ -70,11 +69,7 @@ def read_record(folder: Path) -> Record:
         ConfigError: it holds no run.
     """
     events = list(read_events(folder / "metrics.jsonl"))
-    try:
-        receipt = json.loads((folder / "receipt.json").read_text(encoding="utf-8"))
-        settings = read_settings(folder / "config.yaml")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder}: holds no run of accel_ft ({error})") from error
+    receipt, settings = read_receipt(folder), read_settings(folder / "config.yaml")
     predictions, mistakes = {}, []
     if (folder / "predictions.npz").is_file():
         with np.load(folder / "predictions.npz") as arrays:

@@ -154,6 +154,9 @@ def test_a_report_of_no_run(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="holds no run of accel_ft"):
         report.main([str(tmp_path)])
+    (tmp_path / "receipt.json").touch()
+    with pytest.raises(ConfigError, match="receipt.json: cannot be read"):
+        report.main([str(tmp_path)])
 
 
 def test_calibration_and_intervals() -> None:
