@@ -252,14 +252,10 @@ def check_same_run(
 
 
 def _can_differ(key: str, saved: Any, wanted: Any) -> bool:
-    """Other label names are a choice; another number of them, other parameters that are trained,
-    or other groups of them are not.
-    """
+    """Other label names are a choice, another number of them, or other adapters, another model."""
     if key == "labels":
         return len(saved or ()) == len(wanted)
-    if key == "layerwise_lr_decay":
-        return (saved is None) == (wanted is None)
-    return key not in ("freeze", "lora_r", "lora_target_modules")
+    return key not in ("lora_r", "lora_target_modules")
 
 
 def _told(error: BaseException) -> str:

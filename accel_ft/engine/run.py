@@ -23,7 +23,7 @@ from accel_ft.data.loader import Batches, make_loader
 from accel_ft.data.plan import Plan
 from accel_ft.data.splits import Split, Splits
 from accel_ft.engine.evaluation import evaluate
-from accel_ft.errors import Preempted
+from accel_ft.errors import CheckpointError, Preempted
 from accel_ft.model import adapters
 from accel_ft.runtime.logging import EventLog, progress_bar
 from accel_ft.runtime.profile import SKIPPED, make_profiler
@@ -171,7 +171,15 @@ class Run:
         """Continue from a verified checkpoint. Collective."""
         saved = state.read_trainer_state(folder)
         state.check_same_run(folder, saved["identity"], self.identity, self.config.allow_changed)
-        groups = self.scheduler.optimizer.param_groups
+        groups, num_saved = (
+            self.scheduler.optimizer.param_groups,
+            len(saved["scheduler"]["base_lrs"]),
+        )
+        if len(groups) != num_saved:  # which torch tells of in as many ways as there are strategies
+            raise CheckpointError(
+                f"{folder}: its parameters stand in {num_saved} groups, this job's in "
+                f"{len(groups)} (layerwise_lr_decay, freeze). Fix: as it was, or another output_dir"
+            )
         fresh = [{key: group[key] for key in ("initial_lr", "weight_decay")} for group in groups]
         devices = self.watch.tell(self.accelerator.device.index or 0)
         state.load(self.accelerator, folder, saved, self.config.seed, devices)
