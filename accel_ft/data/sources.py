@@ -10,9 +10,9 @@ import csv
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain, count, islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -250,16 +250,12 @@ def _read_parquet(path: str) -> Iterator[Record]:
     try:
         file = pyarrow.parquet.ParquetFile(path)
         _refuse_twice(path, file.schema_arrow.names)
-        yield from _rows_of_batches(file.iter_batches(batch_size=1024), count(1))
+        batches = file.iter_batches(batch_size=1024)
+        records = chain.from_iterable(batch.to_pylist() for batch in batches)
+        for number, record in enumerate(records, start=1):
+            yield f"row {number}", record
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DataError(f"{path}: cannot be read as parquet ({error})") from error
-
-
-def _rows_of_batches(batches: Iterable[Any], numbers: Iterable[int]) -> Iterator[Record]:
-    """Yield the rows of Arrow's batches, the numbers of the rows beside them."""
-    records = chain.from_iterable(batch.to_pylist() for batch in batches)
-    for record, number in zip(records, numbers, strict=False):
-        yield f"row {number}", record
 
 
 def hub_sources(config: DataConfig, name: str, needs_train: bool = True) -> dict[str, Source]:
@@ -330,8 +326,10 @@ def _hub_source(name: str, rows: Any, labelled: NDArray[np.int64], config: DataC
         check_columns(name, dict.fromkeys(rows.column_names), config)
         named = (config.text_column, config.text_pair_column, config.label_column)
         columns = list(dict.fromkeys(filter(None, named)))  # no sound or picture is decoded
-        chosen = rows.select_columns(columns).select(labelled).with_format("arrow")
-        yield from _rows_of_batches(chosen.iter(batch_size=1000), labelled)
+        numbers = iter(labelled)
+        for batch in rows.select_columns(columns).select(labelled).iter(batch_size=1000):
+            for values in zip(*batch.values(), strict=True):
+                yield f"row {next(numbers)}", dict(zip(batch, values, strict=True))
 
     feature = rows.features.get(config.label_column)
     names = getattr(getattr(feature, "feature", feature), "names", None)  # of a list's elements

@@ -33,9 +33,9 @@ class _Recorder:
         self.events: list[str] = []
         self.depth = 0
         self.outermost: Callable[..., None] = self.backward
-        self.stepped: set[torch.optim.Optimizer] = set()
-        """Since the last backward pass."""
-        self.uncleared: set[torch.optim.Optimizer] = set()
+        self.stepped: list[torch.optim.Optimizer] = []
+        self.used: dict[torch.optim.Optimizer, list[tuple[Any, Any, int]]] = {}
+        self.added: set[torch.optim.Optimizer] = set()
         self.sums_next = False
 
     def forward(self, model: nn.parallel.DistributedDataParallel) -> None:
@@ -54,6 +54,8 @@ class _Recorder:
                 return original(*args, **kwargs)
             finally:
                 self.leave()
+                if note == self.backward and self.depth == 0:
+                    self.after_backward()
 
         return mock.patch.object(owner, name, noted)
 
@@ -71,39 +73,61 @@ class _Recorder:
         self.depth -= 1
 
     def backward(self, *_: Any) -> None:
-        """Note a backward pass, and whose gradients a step has used and nothing has cleared."""
-        self.uncleared = {one for one in self.uncleared | self.stepped if _has_gradients(one)}
-        self.stepped = set()
+        """Note a backward pass, and the gradients that a step has used and nothing has cleared."""
+        self.added = {optimizer for optimizer in self.added if _gradients(optimizer)}
+        self.used = {
+            optimizer: [(p, p.grad, _version(p.grad)) for p in _gradients(optimizer)]
+            for optimizer in self.stepped
+        }
         self.events.append(BACKWARD)
         if self.sums_next:
             self.events.append(REDUCE)
             self.sums_next = False
 
+    def after_backward(self) -> None:
+        """Keep in mind whose such gradients the pass added to; another's stay as they were."""
+        added = {
+            optimizer
+            for optimizer, used in self.used.items()
+            if any(
+                p.grad is not None and (p.grad is not grad or _version(grad) > version)
+                for p, grad, version in used
+            )
+        }
+        self.added |= added
+        self.stepped = [one for one, used in self.used.items() if used and one not in added]
+        self.used = {}
+
     def step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Note an optimizer's step, and whether it takes what it had taken before: what another
         model's loss left in this one's gradients may be cleared first.
         """
-        if optimizer in self.uncleared and _has_gradients(optimizer):
+        if optimizer in self.added and _gradients(optimizer):
             self.events.append(LEFT)
-        self.uncleared.discard(optimizer)
+        self.added.discard(optimizer)
         self.events.append(STEP)
-        self.stepped.add(optimizer)
+        self.stepped.append(optimizer)
 
     def schedule(self, scheduler: Any, *_: Any) -> None:
         """Note a scheduler's step, and whose it is."""
         self.events.append(f"{SCHEDULE} {id(scheduler)}")
 
 
-def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a parameter of an optimizer has a gradient that is not all zero."""
+def _gradients(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The parameters of an optimizer whose gradients are not all zero."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return any(bool(p.grad.any()) for p in parameters if p.grad is not None)
+    return [p for p in parameters if p.grad is not None and bool(p.grad.any())]
+
+
+def _version(gradient: torch.Tensor) -> int:
+    """How often a gradient was written to; FSDP2 writes to its share."""
+    return getattr(gradient, "_local_tensor", gradient)._version
 
 
 @contextlib.contextmanager
 def recording(model: nn.Module | None = None) -> Iterator[list[str]]:
     """Write down what the loop in the body does: backward, reduce, step, schedule, in order, and
-    "left" before a step on gradients that the step before has had and nothing has cleared.
+    "left" before a step on gradients that were added to those of the step before.
 
     Args:
         model: wrapped by DDP; a backward pass whose gradients it sums is followed by "reduce".

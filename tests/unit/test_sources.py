@@ -272,6 +272,16 @@ def test_only_the_columns_in_use_are_read(tmp_path: Path) -> None:
         list(source.rows(other))
 
 
+def test_cells_of_several_kinds_in_a_data_set(tmp_path: Path) -> None:
+    """`datasets` keeps such a column as JSON text, and decodes it."""
+    if not hasattr(pytest.importorskip("datasets"), "Json"):
+        pytest.skip("this version of datasets refuses them")
+    rows = [{"text": "a", "label": 1}, {"text": "b", "label": "two"}]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = hub_sources(DataConfig(), str(tmp_path))["train"]
+    assert [label for _, _, label in source.rows(DataConfig())] == ["1", "two"]
+
+
 # pandas before 3 leaves the file open.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_csv_that_datasets_reads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
