@@ -26,6 +26,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
+from accel_ft.model import load
+
 logger = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
@@ -57,10 +59,13 @@ def load_any(accelerator: Accelerator, folder: Path) -> None:
         accelerator.scaler = None
     elif scaler is not None and accelerator.is_fsdp2:
         scaler._scale = scaler._growth_tracker = None  # accelerate makes both anew, and only once
+    models = accelerator._models
+    if makes_shards(accelerator):  # through compile, torch asks for what is frozen too
+        accelerator._models = [getattr(model, "_orig_mod", model) for model in models]
     try:
         _load_parts(accelerator, folder)
     finally:
-        accelerator.scaler = scaler
+        accelerator.scaler, accelerator._models = scaler, models
 
 
 def _load_parts(accelerator: Accelerator, folder: Path) -> None:
@@ -106,11 +111,7 @@ def _deal_out(accelerator: Accelerator, folder: Path, model: Any, optimizer: Any
     if accelerator.is_main_process:
         weights = load_file(folder / WEIGHTS)
         saved = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
-        name_of = {
-            # What FSDP1 and compile put into the names.
-            id(parameter): name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", "")
-            for name, parameter in model.named_parameters()
-        }
+        name_of = {id(p): load.plain_name(name) for name, p in model.named_parameters()}
         names = [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
         moments = {
             "state": {names[number]: values for number, values in saved["state"].items()},

@@ -10,7 +10,7 @@ from accel_ft.checkpoint import convert, state, transaction
 from accel_ft.engine.evaluation import predict_split, write_predictions
 from accel_ft.engine.run import Run
 from accel_ft.errors import UserError
-from accel_ft.model import adapters
+from accel_ft.model import adapters, load
 from accel_ft.runtime.memory import peak_memory
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def _leave_predictions(run: Run, logits: NDArray[np.float32], model_step: int) -
 def _export(run: Run, final: Path) -> None:
     """Write the model as a Hugging Face folder, whole or not at all. Collective."""
     weights = run.accelerator.get_state_dict(run.model)
-    weights = {name.removeprefix("_orig_mod."): value for name, value in weights.items()}
+    weights = {load.plain_name(name): value for name, value in weights.items()}
     with state.together(run.watch, final):
         if run.accelerator.is_main_process:
             model, lora = run.plain_model(), adapters.peft_config(run.plain_model())

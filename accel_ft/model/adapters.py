@@ -91,15 +91,12 @@ def _keep_the_trained_alone(model: Any) -> None:
     frozen = {name for name, parameter in every if not parameter.requires_grad}
 
     def drop(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
-        for name in frozen:
-            state.pop(prefix + name, None)
+        for key in [key for key in state if load.plain_name(key) in frozen]:
+            del state[key]
 
     def forgive(module: Any, keys: Any) -> None:
-        keys.missing_keys[:] = [
-            key
-            for key in keys.missing_keys
-            if key.removeprefix("module.").removeprefix("_orig_mod.") not in frozen
-        ]
+        missing = [key for key in keys.missing_keys if load.plain_name(key) not in frozen]
+        keys.missing_keys[:] = missing
 
     model.register_state_dict_post_hook(drop)
     model.register_load_state_dict_post_hook(forgive)

@@ -44,6 +44,10 @@ def resolve(name: str, key: str = "model_name_or_path") -> str:
     if not name.startswith(PACKAGE):
         place = Path(name)
         if place.is_dir():
+            if not any((place / file).exists() for file in ("config.json", "adapter_config.json")):
+                of_run = (place / "model" / "config.json").is_file()
+                fix = place / "model" if of_run else "the folder that `save_pretrained` wrote"
+                raise ConfigError(f"{key}={name}: holds no model (no config.json). Fix: {fix}")
             return name
         if place.is_file():
             raise ConfigError(f"{key}={name}: is a file. Fix: its folder, {place.parent}")
@@ -253,6 +257,14 @@ def load_for_training(
     return model, drawn
 
 
+def plain_name(name: str) -> str:
+    """Return a parameter's name without what compile, of the whole or of each layer, FSDP1 and DDP
+    put into it.
+    """
+    name = name.replace("_orig_mod.", "").replace("_fsdp_wrapped_module.", "")
+    return name.removeprefix("module.")
+
+
 def labels_of(config: Any) -> list[str]:
     """Return the label names of a model by id; none where it is no sequence classifier."""
     if not any("SequenceClassification" in kind for kind in config.architectures or ()):
@@ -294,10 +306,12 @@ def _load(key: str, folder: str, **kwargs: Any) -> tuple[Any, list[str]]:
 
     with fetching(key, folder):  # whose configuration may name any module to import
         adapters = find_adapter_config_file(folder)
-    if adapters is not None:
+    are_shards = (Path(folder) / "pytorch_model_fsdp_0").is_dir()
+    if adapters is not None or are_shards:
+        parts = "shards" if are_shards else f"adapters ({ADAPTER_CONFIG_NAME})"
         raise ConfigError(
-            f"{key}={folder}: holds adapters ({ADAPTER_CONFIG_NAME}), not a whole model. "
-            "Fix: one with these merged into it, as `accel_ft.export` makes of a run's"
+            f"{key}={folder}: holds {parts}, not a whole model. "
+            "Fix: one made of these, as `accel_ft.export` does of a run's"
         )
     load = AutoModelForSequenceClassification.from_pretrained
     model, info = _from_pretrained(

@@ -119,6 +119,19 @@ def test_adapters_resume_under_any_strategy(
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
+def test_compiled_and_sharded_adapters_are_loaded(
+    tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path
+) -> None:
+    """Through compile, torch asks a checkpoint for what is frozen; the best one is loaded at the end."""
+    words = [*job_words(tiny_model, rows_file, odd_file, tmp_path / "run"), "--lora_r", 2]
+    words += ["--load_best_model_at_end", "true", "--eval_steps", 1, "--max_steps", 2]
+    options = ("--mixed_precision", "no", "--dynamo_backend", "eager")
+    launch("cpu_fsdp2.yaml", *options, "-m", "accel_ft.train", *words)
+    assert "bert.embeddings.word_embeddings.weight" in load_file(
+        tmp_path / "run" / "model" / "model.safetensors"
+    )
+
+
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp3"])
 def test_sharding_is_real(whole: dict[str, Any], strategy: str) -> None:
     """Each rank holds its share of parameters and optimizer state; rows that do not divide cost a little."""

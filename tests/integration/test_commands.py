@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from conftest import ROOT, job_words, launch, run, run_hash
 from torch import distributed as dist
 
@@ -45,23 +46,32 @@ def test_killed_and_resumed_is_bit_identical(
     assert run_hash(killed) == run_hash(tmp_path / "whole")
 
 
+@pytest.mark.parametrize(("by_layers", "more"), [(False, []), (True, []), (True, ["--lora_r", 2])])
 def test_a_compiled_run_leaves_a_plain_model(
     tmp_path: Path,
     tiny_model: Path,
     rows_file: Path,
     odd_file: Path,
     capsys: pytest.CaptureFixture[str],
+    by_layers: bool,
+    more: list[Any],
 ) -> None:
     """compile is the launcher's business; neither checkpoint nor model shows it."""
     from safetensors.torch import load_file
 
-    words = [*job_words(tiny_model, rows_file, odd_file, tmp_path / "run"), "--max_steps", 2]
-    launch("cpu.yaml", "--dynamo_backend", "eager", "-m", "accel_ft.train", *words)
+    config = tmp_path / "compiled.yaml"
+    dynamo = {"dynamo_backend": "EAGER", "dynamo_use_regional_compilation": by_layers}
+    plain = (ROOT / "accelerate_configs" / "cpu.yaml").read_text()
+    config.write_text(f"{plain}\n{yaml.safe_dump({'dynamo_config': dynamo})}")
+    words = [*job_words(tiny_model, rows_file, odd_file, tmp_path / "run"), *more, "--max_steps", 2]
+    launch(str(config), "-m", "accel_ft.train", *words)
     receipt = json.loads((tmp_path / "run" / "receipt.json").read_text())
     assert receipt["strategy"]["compile"] == "EAGER"
     for folder in ("model", "checkpoints/step_00000002"):
         names = load_file(tmp_path / "run" / folder / "model.safetensors")
-        assert "bert.embeddings.word_embeddings.weight" in names
+        assert not any("_orig_mod" in name for name in names)
+        if not more or folder == "model":
+            assert "bert.embeddings.word_embeddings.weight" in names
     predict.main(["--checkpoint", str(tmp_path / "run"), "--text", "goal"])
     assert json.loads(capsys.readouterr().out)["label"] in (
         "World",

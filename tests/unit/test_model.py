@@ -103,15 +103,28 @@ def test_a_folder_of_adapters(tiny_model: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_model, model)
     (model / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     config = load_model_config(str(model))
-    with pytest.raises(ConfigError, match=r"holds adapters .* Fix: one with these merged"):
+    with pytest.raises(ConfigError, match=r"holds adapters .* Fix: one made of these"):
         load_for_training(str(model), config, None)
     with pytest.raises(ConfigError, match="checkpoint=.*holds adapters"):
         load_for_inference(str(model), config)
 
 
-def test_a_folder_without_a_model(tmp_path: Path) -> None:
+def test_a_folder_of_shards(tiny_model: Path, tmp_path: Path) -> None:
+    """A checkpoint of FSDP's: its config.json is there, its weights are in many files."""
+    shutil.copyfile(tiny_model / "config.json", tmp_path / "config.json")
+    (tmp_path / "pytorch_model_fsdp_0").mkdir()
+    with pytest.raises(ConfigError, match=r"holds shards, .*accel_ft\.export"):
+        load_for_training(str(tmp_path), load_model_config(str(tmp_path)), None)
+
+
+def test_a_folder_without_a_model(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load_model_config(str(tmp_path))
+    with pytest.raises(ConfigError, match="holds no model .* Fix: the folder that"):
+        resolve(str(tmp_path))
+    shutil.copytree(tiny_model, tmp_path / "model")
+    with pytest.raises(ConfigError, match="holds no model .* Fix: .*/model"):
+        resolve(str(tmp_path))
 
 
 def test_more_tokens_than_positions(tiny_model: Path) -> None:
