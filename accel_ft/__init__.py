@@ -1,4 +1,12 @@
-"""Fine-tune text classifiers with Accelerate: one curve, nothing lost, no silent fallback."""
+"""Fine-tune text classifiers with Accelerate: one curve, nothing lost, no silent fallback.
+
+`fit` trains, `load_classifier` labels. The keys of each command are in `accel_ft.config`; what a
+message means is in `accel_ft.errors`; the doctor's checks, for programs of your own, are in
+`accel_ft.diagnosis`. The commands: `accel_ft.train`, `accel_ft.evaluate`, `accel_ft.predict`,
+`accel_ft.export`, `accel_ft.report`, `accel_ft.doctor`, `accel_ft.search`. The rooms behind them:
+`accel_ft.data`, `accel_ft.model`, `accel_ft.engine`, `accel_ft.checkpoint`, `accel_ft.reporting`,
+`accel_ft.runtime`, `accel_ft.settings`, `accel_ft.metrics`.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +27,10 @@ _fitting = threading.Lock()
 def fit(**settings: Any) -> Path:
     """Run the job that `accel_ft.train` runs with these keys, in this process (or, in a script
     started by `accelerate launch`, with the other ranks).
+
+    Args:
+        settings: any keys of `accel_ft.config.TrainConfig`, by name, as in
+            fit(train_file="rows.csv", learning_rate=1e-4, output_dir="runs/mine").
 
     Returns:
         The model's folder.
@@ -53,7 +65,7 @@ def load_classifier(checkpoint: str | Path, **settings: Any) -> Predictor:
         settings: `all_scores`, `max_seq_length`, `per_device_eval_batch_size`.
 
     Returns:
-        What labels texts: `load_classifier(path).predict(["..."])`.
+        What labels texts: its method predict takes a list of them.
 
     Raises:
         accel_ft.errors.UserError: where it cannot be had.

@@ -165,6 +165,10 @@ def _build_model(
     counts = [0, 0]
     for parameter in model.parameters():  # now: of FSDP1's, each rank sees a share only
         counts[parameter.requires_grad] += parameter.numel()
+    if counts[0]:
+        trained, every = counts[1], sum(counts)
+        share = f"{trained:,} of {every:,} parameters, {100 * trained / every:.1f} %"
+        logger.info("trained: %s", share)
     optimizer = make_optimizer(
         model, scaled_learning_rate(config), config.weight_decay, config.layerwise_lr_decay
     )

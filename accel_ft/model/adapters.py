@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from accel_ft.config import TrainConfig
-from accel_ft.errors import CheckpointError, ConfigError, require
+from accel_ft.errors import CheckpointError, ConfigError, nearest, require
 from accel_ft.model import load
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -43,13 +43,22 @@ def choose_trained(model: Any, config: TrainConfig, drawn: Sequence[str] = ()) -
             parameter.requires_grad_(parameter.requires_grad or name in drawn)
     if config.lora_r is not None:
         heads = {name.rpartition(".")[0] for name in drawn if not _is_head(name)}
-        targets = list(config.lora_target_modules) or [
+        linear = [
             name
             for name, module in model.named_modules()
             if isinstance(module, torch.nn.Linear | Conv1D)
             and not _is_head(name)
             and not any(f"{name}.".startswith(f"{head}.") for head in heads)
         ]
+        targets = list(config.lora_target_modules) or linear
+        every = [name for name, _ in model.named_modules()]
+        for target in targets:  # peft heeds the ends of names, and is content if one is there
+            if not any(f".{name}".endswith(f".{target}") for name in every):
+                ends = sorted({name.rpartition(".")[2] for name in linear})
+                raise ConfigError(
+                    f"lora_target_modules={target}: no layer's name ends so."
+                    f"{nearest(target, ends)} Linear layers: {', '.join(ends)}"
+                )
         model = _with_adapters(
             model,
             f"lora_r={config.lora_r}",

@@ -59,6 +59,20 @@ def test_the_report(words: list[str], tmp_path: Path, rows_file: Path) -> None:
     assert len(mistakes) == round(16 * (1 - accuracy))
     assert all(each["label"] != each["predicted"] for each in mistakes)
     train.main([*words, "--output_dir", str(tmp_path / "other"), "--seed", "1"])
+    predicted = np.repeat([0, 1, 0, 1], [9, 3, 1, 3])
+    np.savez(
+        run / "predictions.npz",
+        logits=3 * np.eye(2, dtype=np.float32)[predicted],
+        labels=np.repeat([0, 1], [12, 4]),
+        rows=np.arange(16),
+    )
+    report.main([str(run)])
+    page = (run / "report.html").read_text()
+    cells = re.findall(r'(\d\.\d{3}) <span class="range">', page)
+    assert cells == ["0.900", "0.750", "0.818", "0.500", "0.750", "0.600"]  # precision, recall, F1
+    counts = re.findall(r'%\)">(?:<span style="color: #fff">)?(\d+)', page)
+    assert counts == ["9", "3", "1", "3"]  # a row of the table is a label
+    assert "<td>end</td>" in page
     report.main([str(run), str(tmp_path / "other"), "--output", str(tmp_path / "both")])
     page = (tmp_path / "both/report.html").read_text()
     assert "<h2>run</h2>" in page
