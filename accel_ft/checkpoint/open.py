@@ -13,6 +13,7 @@ from accel_ft.checkpoint import convert, state, transaction
 from accel_ft.errors import CheckpointError
 from accel_ft.model import adapters, load
 from accel_ft.model.first_token import leave_out_the_rest
+from accel_ft.runtime.launch import is_compiled
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,8 @@ def open_classifier(checkpoint: str, device: torch.device) -> Classifier:
     config, tokenizer, names = load.load_parts(folder)
     model = load_whole(folder, config).to(device).eval()
     leave_out_the_rest(model)
+    if is_compiled():
+        logger.warning("compile is for training: labels are computed without it")
     return Classifier(folder, model, tokenizer, names, load.position_limit(config, tokenizer))
 
 

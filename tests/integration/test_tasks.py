@@ -231,6 +231,11 @@ def test_thresholds_of_another_job(
     assert "the 1 validation rows hold 0 of the 4 labels" in capsys.readouterr().err
     model = tmp_path / "run/model"
     assert open_classifier(str(model), torch.device("cpu")).thresholds is not None
+    assert "compile" not in capsys.readouterr().err
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+        open_classifier(str(model), torch.device("cpu"))
+    assert "compile is for training" in capsys.readouterr().err
     more = ["--model_name_or_path", str(model), "--output_dir", str(tmp_path / "on")]
     train.main([*words, *more])
     (checkpoint,) = (tmp_path / "on/checkpoints").iterdir()
