@@ -9,6 +9,7 @@ import logging
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate import Accelerator
@@ -59,21 +60,21 @@ def load_any(accelerator: Accelerator, folder: Path) -> None:
         accelerator.scaler = None
     elif scaler is not None and accelerator.is_fsdp2:
         scaler._scale = scaler._growth_tracker = None  # accelerate makes both anew, and only once
-    models = accelerator._models
-    if makes_shards(accelerator):  # through compile, torch asks for what is frozen too
-        accelerator._models = [getattr(model, "_orig_mod", model) for model in models]
     try:
         _load_parts(accelerator, folder)
     finally:
-        accelerator.scaler, accelerator._models = scaler, models
+        accelerator.scaler = scaler
 
 
 def _load_parts(accelerator: Accelerator, folder: Path) -> None:
     under_fsdp = makes_shards(accelerator)
-    if is_sharded(folder) == under_fsdp:
-        accelerator.load_state(str(folder))
-        return
     (model,), (optimizer,) = accelerator._models, accelerator._optimizers
+    if under_fsdp:  # through compile, torch asks for what is frozen too
+        model = getattr(model, "_orig_mod", model)
+    if is_sharded(folder) == under_fsdp:
+        with mock.patch.object(accelerator, "_models", [model]):
+            accelerator.load_state(str(folder))
+        return
     if under_fsdp:
         _deal_out(accelerator, folder, model, optimizer.optimizer)
     else:
