@@ -207,6 +207,7 @@ def run_hash(output_dir: Path) -> dict[str, object]:
         "eval_seconds",
         "test_seconds",
         "peak_memory",
+        "time",
     )
     newest = max((output_dir / "checkpoints").glob("step_*"))
     optimizer = torch.load(newest / "optimizer.bin", weights_only=True)

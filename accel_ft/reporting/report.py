@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 import yaml
+from numpy.typing import NDArray
 
 from accel_ft.errors import require
 from accel_ft.metrics import confusion_matrix, sigmoid, softmax
 from accel_ft.reporting.record import Record, calibration, intervals, read_record, results
 from accel_ft.runtime.files import write_whole
+from accel_ft.runtime.logging import MEASURED
 
-MISTAKES_SHOWN = 40
+MISTAKES_SHOWN, CONFUSIONS_SHOWN = 40, 20
 DPI = 130
 
 
@@ -48,6 +50,8 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
         if "matrix" in about:
             pictures[f"confusion_{number}"] = figures.confusion(about["matrix"], about["labels"])
             about["has_table"] = len(about["labels"]) <= figures.TICKS_AT_MOST
+            if not about["has_table"]:
+                about["confusions"] = _confusions(about["matrix"], about["labels"])
         if "calibration" in about:
             pictures[f"reliability_{number}"] = figures.reliability(*about["calibration"])
         if "values" in about:
@@ -83,6 +87,7 @@ def _about(record: Record) -> dict[str, Any]:
         "tuned": " (which thresholds are tuned on)"
         * ("thresholds" in record.predictions and split == "validation"),
         "state": state,
+        "timeline": [event for event in record.events if event["event"] not in MEASURED],
         "scores": scores,
         "mistakes": record.mistakes[:MISTAKES_SHOWN],
     }
@@ -115,8 +120,23 @@ def _about_predictions(record: Record) -> dict[str, Any]:
         found = chances >= record.predictions["thresholds"]
         hits, present, chosen = (found & actual).sum(0), actual.sum(0), found.sum(0)
         about["calibration"] = calibration(chances.ravel(), actual.ravel())
+        about["thresholds"] = record.predictions["thresholds"].tolist()
     about["classes"] = [
         {"label": name, "support": count} | intervals(hit, count, predicted, len(labels))
         for name, hit, count, predicted in zip(names, hits, present, chosen, strict=True)
     ]
     return about
+
+
+def _confusions(
+    matrix: NDArray[np.int64], names: Sequence[str]
+) -> list[tuple[str, str, int, float]]:
+    """Return the commonest mistakes: label, prediction, rows, share of the label's rows."""
+    wrong = matrix * (1 - np.eye(len(names), dtype=np.int64))
+    largest = np.argsort(-wrong, axis=None, kind="stable")[:CONFUSIONS_SHOWN]
+    places = np.transpose(np.unravel_index(largest, wrong.shape)).tolist()
+    return [
+        (names[label], names[predicted], count, count / matrix[label].sum())
+        for label, predicted in places
+        if (count := int(wrong[label, predicted]))
+    ]

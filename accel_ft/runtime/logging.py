@@ -5,12 +5,15 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from accel_ft.runtime.files import fsync, write_whole
+
+MEASURED = ("train", "eval", "test")  # events of what a run computes; the others are its timeline
 
 
 class _Terminal:
@@ -70,7 +73,9 @@ def progress_bar(done: int, total: int, shown: bool) -> Any:
 
 
 class EventLog:
-    """metrics.jsonl: one JSON object a line. Every rank may hold one; only rank 0's writes."""
+    """metrics.jsonl: one JSON object a line; those of the timeline say when, in UTC. Every rank may
+    hold one; only rank 0's writes.
+    """
 
     def __init__(
         self,
@@ -83,8 +88,11 @@ class EventLog:
     def write(self, event: str, step: int, **values: Any) -> None:
         """Append an event; it is in the hands of the operating system when this returns."""
         if self.writes:
+            line = {"event": event, "step": step, **values}
+            if event not in MEASURED:
+                line["time"] = datetime.now(UTC).isoformat(timespec="seconds")
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
+                file.write(json.dumps(line) + "\n")
         self.listener(event, step, values)
 
     def rewind(

@@ -335,7 +335,8 @@ def test_a_signal_during_an_evaluation(
         train.main(words)
     monkeypatch.undo()
     events = events_of(tmp_path / "run")
-    assert events[-1] == {"event": "preempted", "step": step, "signal": "SIGTERM"}
+    ended = events[-1]
+    assert (ended["event"], ended["step"], ended["signal"]) == ("preempted", step, "SIGTERM")
     newest = transaction.list_published(tmp_path / "run" / "checkpoints")[-1]
     assert newest[0] == step
     assert state.read_trainer_state(newest[1])["eval_is_due"]

@@ -39,7 +39,7 @@ def test_the_report(words: list[str], tmp_path: Path, rows_file: Path) -> None:
     mistake = '<td class="text">&lt;script&gt;alert(1)&lt;/script&gt; goal</td>'
     assert mistake in page or '<td class="text">bank $x_1$</td>' in page
     assert re.search(r'\d\.\d{3} <span class="range">\d\.\d{3}.\d\.\d{3}</span>', page)
-    assert "<td>4</td><td>save</td>" in page
+    assert re.search(r"<td>4</td><td>save</td><td>20\d\d-\d\d-\d\d \d\d:\d\d:\d\d</td>", page)
     assert "<td>learning_rate</td><td><pre>0.001</pre>" in page
     assert "<td>sample order sha256</td>" in page
     assert "<script>" not in page
@@ -149,6 +149,28 @@ def test_what_a_rewound_log_keeps(tmp_path: Path) -> None:
     assert len(events_of(tmp_path)) == 2
     log.rewind(2, eval_is_due=True)
     assert [event["step"] for event in events_of(tmp_path)] == [1]
+
+
+def test_a_report_of_many_labels_lists_the_commonest_confusions(
+    words: list[str], tmp_path: Path
+) -> None:
+    from accel_ft import report
+
+    rows = [f"word {number},label_{number:02}" for number in range(31)] * 2
+    (tmp_path / "many.csv").write_text("\n".join(["text,label", *rows]))
+    for key in ("train", "validation", "test"):
+        words += [f"--{key}_file", str(tmp_path / "many.csv")]
+    train.main([*words, "--max_steps", "1"])
+    labels = np.repeat(np.arange(31), 4)
+    predicted = labels.copy()
+    predicted[[8, 9, 10, 5]] = [0, 0, 0, 30]
+    logits = np.eye(31, dtype=np.float32)[predicted]
+    np.savez(tmp_path / "run/predictions.npz", logits=logits, labels=labels, rows=np.arange(124))
+    report.main([str(tmp_path / "run")])
+    page = (tmp_path / "run/report.html").read_text()
+    assert "Rows of each label by prediction" not in page
+    found = re.findall(r"<td>(label_\d+)</td><td>(label_\d+)</td><td>(\d+)</td><td>(\d+) %", page)
+    assert found == [("label_02", "label_00", "3", "75"), ("label_01", "label_30", "1", "25")]
 
 
 def test_curves_of_runs_that_measure_otherwise(tmp_path: Path) -> None:

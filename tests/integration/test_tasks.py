@@ -3,6 +3,7 @@
 import csv
 import json
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -144,6 +145,11 @@ def test_several_labels(
     page = (tmp_path / "run/report.html").read_text()
     assert "reliability diagram" in page
     assert "confusion matrix" not in page
+    cells = re.findall(r"<td>([\w/]+)</td><td>\d+</td>\s*<td>(\d\.\d{3})</td>", page)
+    assert cells == [
+        (config["id2label"][str(place)], f"{value:.3f}")
+        for place, value in enumerate(config["thresholds"])
+    ]
 
 
 def test_thresholds() -> None:
