@@ -229,7 +229,7 @@ class HubConfig(Config):
 
 
 class TrainConfig(HubConfig, DataConfig):
-    """Keys of `accel_ft.train`. With no key set it is the AG News job."""
+    """Keys of `accelerate launch -m accel_ft.train`; with none set it is the AG News job."""
 
     model_name_or_path: Place = "distilbert/distilbert-base-uncased"
     """Hub id, folder, or package://PYTHON_PACKAGE/PATH for weights an installed package carries
@@ -427,7 +427,7 @@ with warnings.catch_warnings():
 
 
 class EvaluateConfig(DataConfig):
-    """Keys of `accel_ft.evaluate`. What is not set comes from the run the checkpoint belongs to."""
+    """Keys of `accelerate launch -m accel_ft.evaluate`; what is not set is of its run."""
 
     checkpoint: Place
     """A run's folder, a checkpoint, or any Hugging Face folder, Hub id or package:// model."""

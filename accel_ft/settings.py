@@ -147,9 +147,13 @@ def checked(
                 found = "no value given" if origin.get(key) == "" else item["msg"]
                 listed.append(f"{key}{where}: {found}. Allowed: {allowed}")
             else:
-                is_path = item["type"] == "path_not_file"
-                words = "there is no such file" if is_path else item["msg"]
-                listed.append(f"{key}={item['input']}{where}: {words}. Allowed: {allowed}")
+                words = {
+                    "path_not_file": "there is no such file",
+                    "literal_error": "is none of its choices",
+                }.get(item["type"], item["msg"].replace("Input should be", "must be"))
+                is_range = item["type"].startswith(("greater_than", "less_than"))
+                words += "" if is_range else f". Allowed: {allowed}"
+                listed.append(f"{key}={item['input']}{where}: {words}")
         # For what is wrong between the others; what is missing is a text or an existing file.
         sound = {key: value for key, value in values.items() if key not in faulty}
         required = {key: __file__ for key, field in fields.items() if field.is_required()}
@@ -256,7 +260,8 @@ def _parser(config_class: type[Config], prog: str) -> argparse.ArgumentParser:
         if key in GROUPS:
             group = parser.add_argument_group(GROUPS[key])
         about = " ".join((field.description or "").split()).replace("%", "%%")
-        default = "required" if field.is_required() else f"default: {field.default}"
+        value = "none" if field.default in (None, ()) else field.default
+        default = "required" if field.is_required() else f"default: {value}"
         metavar, words = type_name(field.annotation), f"{about} ({default})"
         if ",..." in metavar:  # a,b or a b
             group.add_argument(f"--{key}", nargs="*", metavar=metavar, help=words)

@@ -1,4 +1,4 @@
-# Keys after `accelerate launch ... -m accel_ft.train --`, and after `python -m accel_ft.predict --`:
+# Commands after -m, keys after `accelerate launch ... -m accel_ft.train --`, and after `python -m accel_ft.predict --`:
 #   source examples/completion.bash    (bash and zsh)
 if [[ -n ${ZSH_VERSION:-} ]]; then
     type compdef >/dev/null || { autoload -U compinit && compinit; }
@@ -9,6 +9,10 @@ _accel_ft() {
     for ((position = 1; position < COMP_CWORD; position++)); do
         [[ ${COMP_WORDS[position]} == accel_ft.* ]] && command=${COMP_WORDS[position]//[^a-z_.]/}
     done
+    if ((COMP_CWORD > 0)) && [[ ${COMP_WORDS[COMP_CWORD - 1]} == -m ]]; then
+        COMPREPLY=($(compgen -W "$(printf 'accel_ft.%s ' doctor evaluate export predict report search train)" -- "$word"))
+        return
+    fi
     if [[ -z $command || $word != -* ]]; then
         COMPREPLY=($(compgen -f -- "$word"))
         return

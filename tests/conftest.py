@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")  # for test_gpu.py
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what needs no GPU runs without one everywhere
 os.environ["OMP_NUM_THREADS"] = "1"  # the model is tiny: more threads only wait for each other
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's `&` leaves ignored
 
 import pytest
 import torch

@@ -81,7 +81,7 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     num_micro_batches = accumulation_steps * accelerator.num_processes
     plan = Plan(len(splits.train), config.global_batch_size, config.seed, splits.train.lengths)
     num_steps = config.updates(plan.steps_per_epoch)
-    _warn_of_idle_keys(config, num_steps)
+    _warn_of_idle_keys(config, num_steps, plan.steps_per_epoch)
     watch.stage("model")
     model, counts, optimizer, scheduler = _build_model(
         config, accelerator, watch, splits, tokenizer, pad, num_steps
@@ -235,7 +235,7 @@ def _resolve_batch(
     return config.resolved(global_batch_size=size, gradient_accumulation_steps=None), steps
 
 
-def _warn_of_idle_keys(config: TrainConfig, num_steps: int) -> None:
+def _warn_of_idle_keys(config: TrainConfig, num_steps: int, steps_per_epoch: int) -> None:
     """Warn of keys that were set and do nothing in this job."""
     picks = config.load_best_model_at_end or config.early_stopping_patience
     idle = {
@@ -250,6 +250,8 @@ def _warn_of_idle_keys(config: TrainConfig, num_steps: int) -> None:
         "but in a multi_label_classification": "multi" not in config.problem_type
         and ("label_separator",),
         "without push_to_hub": not config.push_to_hub and ("hub_private_repo",),
+        "but as the model card's name, without push_to_hub": not config.push_to_hub
+        and ("hub_model_id",),
         "with lr_scheduler_type: constant (constant_with_warmup heeds it)": (
             config.lr_scheduler_type == "constant" and ("warmup_steps",)
         ),
@@ -264,4 +266,16 @@ def _warn_of_idle_keys(config: TrainConfig, num_steps: int) -> None:
         logger.warning(
             "warmup_steps=%g: the run has %d updates, and never comes to its learning_rate",
             config.warmup_steps, num_steps,
+        )  # fmt: skip
+    if num_steps < (config.eval_steps or 0):
+        logger.warning(
+            "eval_steps=%d: the run has %d updates, and is evaluated at its end alone",
+            config.eval_steps, num_steps,
+        )  # fmt: skip
+    num_evals = math.ceil(num_steps / (config.eval_steps or steps_per_epoch))
+    patience = config.early_stopping_patience
+    if patience is not None and num_evals <= patience + 1:  # the first is never worse
+        logger.warning(
+            "early_stopping_patience=%d: the run has %d evaluations, and ends before it can stop",
+            patience, num_evals,
         )  # fmt: skip

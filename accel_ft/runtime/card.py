@@ -106,9 +106,14 @@ def require_repo(repo_id: str, private: bool) -> str:
         # By name: which HTTP library the Hub's uses has changed before.
         is_away = re.search("Connect|Timeout|Offline", type(error).__name__)
         what = "cannot be reached" if is_away else "refuses"
+        fix = (
+            "the network, HF_ENDPOINT, HF_HUB_OFFLINE"
+            if is_away
+            else "`hf auth login`, or HF_TOKEN"
+        )
         raise ConfigError(
             f"hub_model_id={repo_id}: the Hub {what}: {first_line(error)}. "
-            "Fix: `hf auth login`, or HF_TOKEN; or push_to_hub: false"
+            f"Fix: {fix}; or push_to_hub: false, and `hf upload` later"
         ) from error
 
 

@@ -4,7 +4,9 @@ import io
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -620,6 +622,30 @@ def test_evaluate_gives_the_runs_own_figures(
         assert (scores["split"], scores["num_samples"]) == ("test", 21)
         assert scores["accuracy"] == test["test_accuracy"]
         assert scores["loss"] == pytest.approx(test["test_loss"], rel=1e-5)
+
+
+def test_predict_reads_as_it_writes(finished: Path, tmp_path: Path) -> None:
+    """Its memory is that of a few thousand rows, of however many; each stage passes them on."""
+    from accel_ft.config import PredictConfig
+    from accel_ft.runtime.launch import make_accelerator
+
+    source = tmp_path / "rows.jsonl"
+    source.write_text('{"text": "a goal"}\n' * 10_000)
+    config = PredictConfig(checkpoint=str(finished), input=str(source))
+    read = 0
+
+    def counted() -> Iterator[Any]:
+        nonlocal read
+        for row in predict.open_rows(config):
+            read += 1
+            yield row
+
+    written = 0
+    for lines in predict.Predictor(config, make_accelerator()).label(counted()):
+        written += len(lines)
+        assert read == written
+        assert len(lines) <= 4096
+    assert written == 10_000
 
 
 def test_predict_keeps_order_and_ids(

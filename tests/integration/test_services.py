@@ -10,6 +10,7 @@ from conftest import cut_off, events_of
 
 from accel_ft import train
 from accel_ft.errors import ConfigError
+from accel_ft.runtime.card import require_repo
 from accel_ft.runtime.trackers import Trackers
 
 
@@ -270,6 +271,12 @@ def test_push_to_hub(
     assert {result.dataset_split for result in exported.data.eval_results} == {"test"}
     for text in (card.content, exported.content):
         assert 'pipeline("text-classification", model="me/x", truncation=True' in text
+
+
+def test_a_hub_that_is_away_is_no_matter_of_tokens() -> None:
+    with pytest.raises(ConfigError, match="cannot be reached: .*offline.*Fix: the network") as told:
+        require_repo("me/x", private=False)
+    assert "auth login" not in str(told.value)
 
 
 def test_a_hub_that_refuses_is_met_before_the_training(

@@ -99,8 +99,8 @@ def test_all_faults_at_once_with_their_places(tmp_path: Path) -> None:
     assert f"logging_steps ({file}, line 3): true given. Allowed: INT" in message
     assert "train_file=no/rows.csv: there is no such file" in message
     assert "seed: no value given. Allowed: INT" in message
-    assert "weight_decay=-1: Input should be greater than or equal to 0" in message
-    assert "max_steps=0: Input should be greater than or equal to 1" in message
+    assert "weight_decay=-1: must be greater than or equal to 0\n" in message
+    assert "max_steps=0: must be greater than or equal to 1" in message
 
 
 @pytest.mark.parametrize(
@@ -328,6 +328,12 @@ def test_predict_needs_one_source() -> None:
         ({"freeze": "encoder", "gradient_checkpointing": True}, "has no effect with freeze"),
         ({"warmup_steps": 100}, "the run has 100 updates, and never comes to its learning_rate"),
         ({"warmup_steps": 99}, None),
+        ({"hub_model_id": "me/x"}, "but as the model card's name, without push_to_hub"),
+        ({"hub_model_id": "me/x", "push_to_hub": True}, None),
+        ({"eval_steps": 101}, "has 100 updates, and is evaluated at its end alone"),
+        ({"eval_steps": 100}, None),
+        ({"early_stopping_patience": 3}, "4 evaluations, and ends before it can stop"),
+        ({"early_stopping_patience": 3, "eval_steps": 20}, None),
     ],
 )
 def test_keys_without_effect_are_told(
@@ -335,7 +341,7 @@ def test_keys_without_effect_are_told(
 ) -> None:
     from accel_ft.engine.build import _warn_of_idle_keys
 
-    _warn_of_idle_keys(TrainConfig(**settings), 100)
+    _warn_of_idle_keys(TrainConfig(**settings), 100, 25)
     assert [told in record.getMessage() for record in caplog.records] == [True] * bool(told)
 
 

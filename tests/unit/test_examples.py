@@ -53,10 +53,11 @@ def test_completion(shell: str) -> None:
     complete_words python3 -m accel_ft.export --for
     complete_words python3 -m accel_ft.export --k
     complete_words python3 READ
+    complete_words accelerate launch -m accel_ft.do
     """
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     lines = run(shell, "-c", script, env={"PATH": path}).stdout.splitlines()
-    expected = ["--learning_rate", "--format", "", "README.md"]
+    expected = ["--learning_rate", "--format", "", "README.md", "accel_ft.doctor"]
     if shell == "zsh":  # which sorts out itself what begins otherwise
         lines = [
             word
