@@ -40,23 +40,8 @@ def write_receipt(path: Path, accelerator: Accelerator, about_run: dict[str, Any
         "mixed_precision": accelerator.mixed_precision,
         "compile": accelerator.state.dynamo_plugin.backend.value,
     }
-    device = accelerator.device
-    nccl = torch.cuda.nccl.version() if is_nccl_available() else None  # type: ignore[no-untyped-call]
-    machine = {
-        "system": platform.platform(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
-        "nccl": nccl and ".".join(map(str, nccl)),
-        "threads": torch.get_num_threads(),
-    }
+    machine, program = about_machine(accelerator.device), about_program()
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    program = {
-        "accel_ft": accel_ft.__version__,
-        "git_commit": git_commit(),
-        "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
-    }
     begun = {"time": now, "step": about_run["step"], "num_steps": about_run["num_steps"]}
     identity = {key: value for key, value in about_run["identity"].items() if key != "labels"}
     starts.append(begun | strategy | {"machine": machine, "identity": identity} | program)
@@ -68,6 +53,29 @@ def write_receipt(path: Path, accelerator: Accelerator, about_run: dict[str, Any
         "starts": starts,
     }
     write_whole(path, json.dumps(receipt, indent=1) + "\n")
+
+
+def about_machine(device: torch.device) -> dict[str, Any]:
+    """Return the system, the device's name and what drives it."""
+    nccl = torch.cuda.nccl.version() if is_nccl_available() else None  # type: ignore[no-untyped-call]
+    return {
+        "system": platform.platform(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        "nccl": nccl and ".".join(map(str, nccl)),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def about_program() -> dict[str, Any]:
+    """Return the versions, and the commit, of what computes."""
+    return {
+        "accel_ft": accel_ft.__version__,
+        "git_commit": git_commit(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+    }
 
 
 def git_commit() -> str | None:

@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -451,8 +452,12 @@ def main() -> None:
     options = parser.parse_args()
     import torch
 
+    from accel_ft.runtime.receipt import about_machine, about_program
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    where = {"date": f"{date.today()}", "machine": about_machine(device)} | about_program()
     if options.config_file is None:
-        kind = "gpu" if torch.cuda.is_available() else "cpu"
+        kind = "gpu" if device.type == "cuda" else "cpu"
         options.config_file = ROOT / f"accelerate_configs/{kind}.yaml"
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in options.only}
     with tempfile.TemporaryDirectory() as scratch:
@@ -466,10 +471,13 @@ def main() -> None:
                 print(f"{turn} {name}: {results[name][-1]}", file=sys.stderr, flush=True)
     table = summarise(about, results, rate)
     options.output.mkdir(parents=True, exist_ok=True)
-    written = {"job": about, "matrix_rate": rate, "table": table, "turns": results}
+    written = where | {"job": about, "matrix_rate": rate, "table": table, "turns": results}
     (options.output / "speed.json").write_text(json.dumps(written, indent=1))
     print(show(table))
-    print(f"\nmatrix product: {rate / 1e9:,.0f} GFLOP/s; {options.turns} turns")
+    print(
+        f"\n{where['machine']['device']}, matrix product: {rate / 1e9:,.0f} GFLOP/s; "
+        f"{options.turns} turns, {where['date']}, commit {(where['git_commit'] or 'unknown')[:7]}"
+    )
     plot(table, options.output / "speed.png")
 
 

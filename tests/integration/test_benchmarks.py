@@ -27,6 +27,8 @@ def test_against_the_trainer(model: Path, tmp_path: Path) -> None:
         "| tuned",
         "| bare",
     ]
+    for known in (written["date"], (written["git_commit"] or "")[:7], written["machine"]["device"]):
+        assert known in printed.splitlines()[-1]
     rows = written["table"]
     assert rows["bare"]["padding"] == pytest.approx(
         rows["ours"]["padding"], abs=1e-3
