@@ -103,7 +103,9 @@ def parse(
 
 
 def _meant(key: str, config_class: type[Config]) -> str:
-    return f" {ELSEWHERE[key]}" if key in ELSEWHERE else nearest(key, config_class.model_fields)
+    if key in ELSEWHERE:
+        return f" {ELSEWHERE[key]}"
+    return nearest(key, config_class.model_fields) or " --help names the keys"
 
 
 def checked(

@@ -117,7 +117,7 @@ def run_command(line: str, place: Path, name: str) -> None:
     if module == "accel_ft.train" and "examples/ag_news.yaml" in given:  # both pages run it
         given += ["--output_dir", f"runs/{name}"]
     if module == "accel_ft.doctor":  # pages differ in the strategy they launch it under
-        if DOCTOR_SAW:
+        if given in DOCTOR_SAW:
             return
         DOCTOR_SAW.append(given)
     if module == "accel_ft.search":

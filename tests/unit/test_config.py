@@ -96,6 +96,7 @@ def test_all_faults_at_once_with_their_places(tmp_path: Path) -> None:
     assert message.startswith("8 faults")
     assert "--lerning_rate: unknown key. Did you mean `learning_rate`?" in message
     assert f"sed ({file}, line 1): unknown key. Did you mean `seed`?" in message
+    assert "--zz: unknown key. --help names the keys" in fault("--zz", "1")
     assert f"num_train_epochs=lots ({file}, line 2)" in message
     assert f"logging_steps ({file}, line 3): true given. Allowed: INT" in message
     assert "train_file=no/rows.csv: there is no such file" in message
