@@ -65,7 +65,12 @@ def _cut_at_commas(value: Any) -> Any:
     return [part.strip() for part in value.split(",") if part.strip()]
 
 
-Names = Annotated[tuple[str, ...], BeforeValidator(_cut_at_commas)]
+def _names(value: Any) -> Any:
+    is_none = value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
+    return () if is_none else _cut_at_commas(value)
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 Weights = Annotated[tuple[PositiveFloat, ...], BeforeValidator(_cut_at_commas)]
 Fault = tuple[tuple[str, ...], str]  # the keys it touches, the message
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from accel_ft.config import ROW_KEYS, EvaluateConfig
-from accel_ft.errors import ConfigError, run_command
+from accel_ft.errors import CheckpointError, ConfigError, run_command
 from accel_ft.settings import parse, read_receipt, run_folder, run_settings
 
 logger = logging.getLogger("accel_ft.evaluate")  # run with -m, its name is __main__
@@ -24,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     config = parse(EvaluateConfig, argv, "evaluate", settings_of_the_run)
 
+    import numpy as np
+
     from accel_ft.data.sources import check_first_rows
 
     check_first_rows(config)
@@ -31,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from accel_ft.data.loader import Padding
     from accel_ft.data.splits import load_eval_split
     from accel_ft.engine.evaluation import evaluate, make_eval_loader
+    from accel_ft.model.load import check_tokens
     from accel_ft.runtime.launch import make_accelerator
     from accel_ft.runtime.logging import setup_logging
 
@@ -55,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         name, split, is_cut_off = load_eval_split(
             config, opened.tokenizer, opened.label_names, config.split
         )
+    check_tokens(split.store.greatest_id, opened.model.config, "checkpoint")
     if "max_eval_samples" in typed:  # the run's is for its validation rows
         split.stop = min(split.stop, config.max_eval_samples or split.stop)
     if is_cut_off and run is not None and accelerator.is_main_process:
@@ -66,12 +70,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
     pad = Padding(opened.tokenizer, max_seq_length, accelerator.device)
     loader = make_eval_loader(accelerator, split, config.per_device_eval_batch_size, pad)
-    scores, _ = evaluate(
+    scores, logits = evaluate(
         accelerator, opened.model, loader, split, opened.label_names, thresholds=opened.thresholds
     )
+    if not np.isfinite(logits).all():  # the largest of these is the first label's: it says nothing
+        raise CheckpointError(
+            f"checkpoint={config.checkpoint}: some logits are no numbers. Fix: another checkpoint, "
+            "or float32"
+        )
     if accelerator.is_main_process:
         about = {"checkpoint": opened.folder, "split": name, "rows": split.store.name}
-        text = json.dumps(about | {"num_samples": len(split)} | scores, indent=1)
+        found = about | {"num_samples": len(split)} | scores
+        found = json.loads(json.dumps(found), parse_constant=lambda _: None)  # JSON has no NaN
+        text = json.dumps(found, indent=1)
         print(text)
         if config.output is not None:
             config.output.write_text(text + "\n", encoding="utf-8")  # it may be a device

@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -118,6 +119,7 @@ class Predictor:
 
         from accel_ft.data.tokenize import token_ids
         from accel_ft.engine.step import forward
+        from accel_ft.model.load import check_tokens
 
         device, tokenizer = self.accelerator.device, self.classifier.tokenizer
         rank, num_ranks = self.accelerator.process_index, self.accelerator.num_processes
@@ -127,6 +129,8 @@ class Predictor:
         rows = token_ids(tokenizer, mine, self.max_seq_length) if mine else []
         found = np.empty((len(mine), len(self.classifier.label_names)))
         lengths = np.array([row.shape[-1] for row in rows], np.int64)
+        greatest_id = max((int(row[0].max()) for row in rows), default=0)
+        check_tokens(greatest_id, self.classifier.model.config, "checkpoint")
         with torch.inference_mode():
             for batch in self.pad.eval_batches(lengths, self.config.per_device_eval_batch_size):
                 inputs = self.pad([rows[row] for row in batch])
@@ -193,7 +197,7 @@ def _refuse_halves(name: str, parts: Sequence[str]) -> None:
 
 
 def _read_rows(config: PredictConfig) -> Iterator[tuple[str, Any, Text]]:
-    from accel_ft.data.sources import check_columns, read_records, read_text
+    from accel_ft.data.sources import check_columns, read_records, read_text, used_columns
 
     path = str(config.input)
     if path == "-" and sys.stdin is None:
@@ -201,7 +205,7 @@ def _read_rows(config: PredictConfig) -> Iterator[tuple[str, Any, Text]]:
     kind = config.input_format if config.input_format != "auto" else _guess_format(path)
     if kind == "lines":
         config = config.resolved(text_column="text")
-    for place, record in read_records(path, kind):
+    for place, record in read_records(path, kind, used_columns(config) | {"id"}):
         if isinstance(record, str):
             raise DataError(f"{path}: {place}: {record}")
         check_columns(f"{path}, {place}", record, config)
@@ -210,7 +214,9 @@ def _read_rows(config: PredictConfig) -> Iterator[tuple[str, Any, Text]]:
             raise DataError(f"{path}: {place}: {fault}")
         id_column = config.id_column or ("id" if "id" in record else None)
         if id_column is not None:
-            yield "id", record[id_column], text
+            value = record[id_column]
+            is_none = isinstance(value, float) and not math.isfinite(value)  # JSON has no NaN
+            yield "id", None if is_none else value, text
         else:
             kind_of_place, _, number = place.partition(" ")
             yield kind_of_place, int(number), text

@@ -119,27 +119,33 @@ class Source:
         return {number: text for number, (_, text, _) in enumerate(rows) if number in wanted}
 
 
-def file_source(path: Path) -> Source:
+def file_source(path: Path, columns: set[str] | None = None) -> Source:
     """Open a local csv, tsv, json, jsonl or parquet file; its fingerprint is its SHA-256."""
-    suffix = path.suffix.lower().removeprefix(".")
+    suffix, name = path.suffix.lower().removeprefix("."), str(path)
     return Source(
-        str(path), sha256(path), lambda: read_records(str(path), suffix), path=path.absolute()
+        name, sha256(path), lambda: read_records(name, suffix, columns), path=path.absolute()
     )
 
 
-def read_records(path: str, file_format: str) -> Iterator[Record]:
+def used_columns(config: Config) -> set[str]:
+    """Return the columns that the keys of a command name."""
+    return {str(getattr(config, key)) for key in COLUMN_KEYS if getattr(config, key, None)}
+
+
+def read_records(path: str, file_format: str, columns: set[str] | None = None) -> Iterator[Record]:
     """Yield (place, columns) of a file, or of standard input where `path` is "-"; (place, what is
     wrong) of a row that cannot be read.
 
     Args:
         path: of the file.
         file_format: csv, tsv, json, jsonl, parquet, or lines (one text a line, column "text").
+        columns: of a parquet file, those to read, None for all; the others come as None.
 
     Raises:
         DataError: naming file and line.
     """
     if file_format == "parquet":
-        yield from _read_parquet(path)
+        yield from _read_parquet(path, columns)
         return
     name = "standard input" if path == "-" else path
     with sys.stdin.buffer if path == "-" else open(path, "rb") as file:
@@ -243,17 +249,19 @@ def _row(item: Any) -> dict[str, Any] | str:
     return item if isinstance(item, dict) else f"is {_show(item)}, not an object"
 
 
-def _read_parquet(path: str) -> Iterator[Record]:
+def _read_parquet(path: str, columns: set[str] | None) -> Iterator[Record]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
+        names = dict.fromkeys(file.schema_arrow.names)
         _refuse_twice(path, file.schema_arrow.names)
-        batches = file.iter_batches(batch_size=1024)
+        wanted = None if columns is None else [name for name in names if name in columns]
+        batches = file.iter_batches(batch_size=1024, columns=wanted)
         records = chain.from_iterable(batch.to_pylist() for batch in batches)
         for number, record in enumerate(records, start=1):
-            yield f"row {number}", record
+            yield f"row {number}", names | record
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DataError(f"{path}: cannot be read as parquet ({error})") from error
 
@@ -370,7 +378,7 @@ def check_first_rows(config: DataConfig) -> None:
         if suffix == "json":  # it has no first row before all of it is read
             continue
         try:
-            first = next(read_records(str(path), suffix), ("", ""))[1]
+            first = next(read_records(str(path), suffix, used_columns(config)), ("", ""))[1]
             if isinstance(first, dict):
                 check_columns(str(path), first, config)
         except DataError as error:

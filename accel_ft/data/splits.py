@@ -5,7 +5,7 @@ cut off and a `max_train_samples` draw cost no memory, and are the same rows in 
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from accel_ft.config import DEFAULT_DATASET, DataConfig, TrainConfig
 from accel_ft.data.plan import Ids, combine_key, permute
-from accel_ft.data.sources import Source, file_source, hub_sources
+from accel_ft.data.sources import Source, file_source, hub_sources, used_columns
 from accel_ft.data.targets import are_amounts, output_names, targets
 from accel_ft.data.tokenize import TokenStore, tokenize
 from accel_ft.errors import ConfigError, DataError
@@ -48,12 +48,17 @@ class Split:
     def __len__(self) -> int:
         return self.stop - self.start if self.repeated is None else len(self.repeated)
 
-    def oversample(self) -> None:
-        """Repeat rows of rarer labels until all labels have as many; 8 bytes of memory a row."""
+    def oversample(self, names: list[str]) -> None:
+        """Repeat rows of rarer labels until all labels have as many; 8 bytes of memory a row.
+
+        Raises:
+            ConfigError: for a label without rows.
+        """
         # In another order than a file's, whose first rows may be alike.
         places = permute(np.arange(len(self), dtype=np.int64), len(self), SPLIT_KEY)
         labels = self.labels(places)
-        by_label = [places[labels == label] for label in np.unique(labels)]
+        by_label = [places[labels == label] for label in range(len(names))]
+        _refuse_lost("oversampling", names, list(map(len, by_label)))
         most = max(map(len, by_label))
         self.repeated = np.concatenate([np.resize(rows, most) for rows in by_label])
 
@@ -113,7 +118,7 @@ class Splits:
 
 def open_sources(config: DataConfig, needs_train: bool = True) -> dict[str, Source]:
     """Find the rows of each split that is given: keys among train, validation, test."""
-    files = {split: file_source(path) for split, path in config.files.items()}
+    files = {split: file_source(path, used_columns(config)) for split, path in config.files.items()}
     if config.train_file is None and (config.dataset_name is not None or not files):
         return hub_sources(config, config.dataset_name or DEFAULT_DATASET, needs_train) | files
     return files
@@ -236,6 +241,12 @@ def _warn_of_look_alikes(names: list[str]) -> None:
             logger.warning("the labels %r and %r are two; are they meant to be one?", twin, name)
 
 
+def _refuse_lost(key: str, names: list[str], counts: Iterable[int]) -> None:
+    lost = [name for name, count in zip(names, counts, strict=True) if count == 0]
+    if lost:
+        raise ConfigError(f"{key}=balanced: no training row has the label {lost[0]!r}")
+
+
 def load_eval_split(
     config: DataConfig, tokenizer: Any, names: list[str], wanted: str | None
 ) -> tuple[str, Split, bool]:
@@ -278,9 +289,7 @@ def class_weights(
     if wanted == "balanced":
         labels = train.labels(np.arange(len(train), dtype=np.int64))
         counts = np.bincount(labels, minlength=len(names))
-        if not counts.all():
-            lost = [name for name, count in zip(names, counts, strict=True) if count == 0]
-            raise ConfigError(f"class_weights=balanced: no training row has the label {lost[0]!r}")
+        _refuse_lost("class_weights", names, counts)
         weights = len(train) / (len(names) * counts.astype(np.float64))
     elif len(wanted) == len(names):
         weights = np.array(wanted, np.float64)

@@ -108,7 +108,8 @@ def canonical(value: Any, config: DataConfig, names: tuple[str, ...] | None) -> 
         names: of integer labels where the source declares them.
     """
     if config.problem_type == "regression":
-        return _number(value)
+        is_named = names is not None and type(value) is int
+        return _number(_label(value, names) if is_named else value)
     if config.problem_type == "single_label_classification":
         return _label(value, names)
     if isinstance(value, str):

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 FORGOTTEN_SECONDS = 24 * 3600
 
-STORE_VERSION = 4  # of the layout above; part of the key
+STORE_VERSION = 5  # of the layout above; part of the key
 KEYS = {
     "text_column", "text_pair_column", "label_column", "problem_type", "label_separator",
     "max_seq_length",
@@ -59,6 +59,7 @@ class TokenStore:
         label_codes: of each row, its index in `labels`, int32 [n]; of a regression, its number,
             float32 [n].
         text_hashes: of each row's text, uint64 [n].
+        greatest_id: of all token ids.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -69,6 +70,7 @@ class TokenStore:
         self.label_names: list[str] | None = meta["label_names"]
         self.num_empty_texts: int = meta["num_empty_texts"]
         self.num_cut_texts: int = meta["num_cut_texts"]
+        self.greatest_id: int = meta["greatest_id"]
         self._tokens = _map(folder / "tokens.bin", np.int32, meta["num_tokens"])
         self._offsets = _map(folder / "offsets.bin", np.int64, meta["num_rows"] + 1)
         kind = np.float32 if folder.suffix else np.int32
@@ -205,7 +207,8 @@ def _write_store(folder: Path, source: Source, config: DataConfig, tokenizer: An
     rows, max_seq_length = source.rows(config), config.max_seq_length
     codes: dict[str, int] = {}
     places: list[str] = []
-    meta = dict.fromkeys(("num_rows", "num_tokens", "num_empty_texts", "num_cut_texts"), 0)
+    counted = ("num_rows", "num_tokens", "num_empty_texts", "num_cut_texts", "greatest_id")
+    meta = dict.fromkeys(counted, 0)
     has_types, are_numbers = False, config.problem_type == "regression"
     with contextlib.ExitStack() as files:
         tokens, offsets, types, labels, hashes = (
@@ -218,6 +221,7 @@ def _write_store(folder: Path, source: Source, config: DataConfig, tokenizer: An
             arrays = _arrays(encoded, tokenizer)
             flat = np.concatenate(arrays, axis=1)
             tokens.write(flat[0].tobytes())
+            meta["greatest_id"] = max(meta["greatest_id"], int(flat[0].max()))
             if len(flat) > 1:
                 types.write(flat[1].astype(np.int8).tobytes())
                 has_types = True

@@ -58,6 +58,8 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     read = watch.tell([splits.train.fingerprint(), splits.validation.fingerprint()])
     if any(each != read[0] for each in read):
         raise DataError(f"the ranks read different rows: {read}. Fix: the same files everywhere")
+    stores = [split.store for split in (splits.train, splits.validation, splits.test) if split]
+    load.check_tokens(max(tokenizer.pad_token_id, *(s.greatest_id for s in stores)), base)
     _warn_of_other_labels(config, splits.label_names, load.labels_of(base))
     if config.best_label not in (None, *splits.label_names):
         raise ConfigError(
@@ -69,7 +71,7 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
         config.class_weights, splits.train, splits.label_names
     )
     if config.oversampling == "balanced":
-        splits.train.oversample()
+        splits.train.oversample(splits.label_names)
     pad = Padding(tokenizer, config.max_seq_length, accelerator.device, is_compiled())
     if config.per_device_train_batch_size == "auto":
         config = fit_micro_batch(config, accelerator, watch, splits, tokenizer, pad)

@@ -144,8 +144,13 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
         tokenizer.pad_token = tokenizer.eos_token and next(iter(free), tokenizer.eos_token)
     if tokenizer.pad_token_id is None:
         raise ConfigError(f"{key}={folder}: its tokenizer has neither a pad nor an end token")
+    config = load_model_config(folder, key)
+    kinds = getattr(config.get_text_config(), "type_vocab_size", 0)
+    if kinds < 2 and not has_types_of_single_texts(tokenizer):  # else it knows one kind, or none
+        left = [name for name in tokenizer.model_input_names if name != "token_type_ids"]
+        tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = left
     # BART's and T5's heads want one end token a row, also where a text has its letters.
-    if getattr(load_model_config(folder, key), "is_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False):
         tokenizer.split_special_tokens = True
         tokenizer.init_kwargs["split_special_tokens"] = True  # as it is saved
     return tokenizer
@@ -183,6 +188,7 @@ def load_model_config(folder: str, key: str = "model_name_or_path", **settings: 
     from transformers import AutoConfig
 
     config = _from_pretrained(key, folder, AutoConfig.from_pretrained, **settings)
+    config.return_dict = True
     attention = str(config._attn_implementation)
     if "/" in attention:
         raise ConfigError(
@@ -213,6 +219,20 @@ def check_max_seq_length(max_seq_length: int, limit: int | None) -> None:
     if limit is not None and limit < max_seq_length:
         raise ConfigError(
             f"max_seq_length={max_seq_length}: the model sees {limit} tokens. Allowed: 2-{limit}"
+        )
+
+
+def check_tokens(token_id: int, config: Any, key: str = "model_name_or_path") -> None:
+    """Refuse the greatest token id of a tokenizer where the model has no embedding of it.
+
+    Raises:
+        ConfigError: with the number of tokens that the model knows.
+    """
+    known = getattr(config.get_text_config(), "vocab_size", None)
+    if isinstance(known, int) and token_id >= known:
+        raise ConfigError(
+            f"{key}={config.name_or_path}: its tokenizer gives token {token_id}, its model knows "
+            f"{known}. Fix: model.resize_token_embeddings(len(tokenizer)); save both"
         )
 
 

@@ -6,7 +6,6 @@ import torch
 from accelerate.utils import set_seed
 
 from accel_ft.config import TrainConfig
-from accel_ft.errors import ConfigError
 from accel_ft.model import load
 from accel_ft.model.adapters import choose_trained
 from accel_ft.model.first_token import leave_out_the_rest
@@ -34,13 +33,6 @@ def plain_model(
         problem_type=config.problem_type,
         thresholds=None,  # of another job's rows
     )
-    num_tokens = getattr(model_config.get_text_config(), "vocab_size", None)
-    if isinstance(num_tokens, int) and tokenizer.pad_token_id >= num_tokens:
-        raise ConfigError(
-            f"model_name_or_path={folder}: its tokenizer pads with token {tokenizer.pad_token_id}, "
-            f"its model knows {num_tokens}. Fix: model.resize_token_embeddings(len(tokenizer)), or "
-            "a pad token that the model knows; save both"
-        )
     model, drawn = load.load_for_training(folder, model_config, device)
     leave_out_the_rest(model)
     model.config.max_seq_length = config.max_seq_length  # as predict and evaluate take it

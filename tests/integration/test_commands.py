@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ROOT, job_words, launch, run, run_hash
+from conftest import ROOT, job_words, launch, run, run_hash, write_rows
 from torch import distributed as dist
 
 from accel_ft import evaluate, predict, train
-from accel_ft.errors import ConfigError, Preempted, run_command
+from accel_ft.errors import CheckpointError, ConfigError, Preempted, run_command
 
 
 def test_killed_and_resumed_is_bit_identical(
@@ -331,6 +333,62 @@ def test_a_model_whose_logits_are_no_numbers_gives_no_label(
     printed = capsys.readouterr()
     assert json.loads(printed.out) == {"line": 1, "label": None, "score": None, "scores": None}
     assert "the logits of 1 texts are no numbers" in printed.err
+    rows = write_rows(tmp_path / "rows.csv", 8)
+    rows.write_text(re.sub(",[A-Z].*", ",LABEL_0", rows.read_text()))
+    with pytest.raises(CheckpointError, match="some logits are no numbers. Fix"):
+        evaluate.main(["--checkpoint", str(tmp_path), "--test_file", str(rows)])
+
+
+def test_what_other_programs_left_in_a_model(
+    tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path, capsys: Any
+) -> None:
+    """Old settings in config.json, a word that the tokenizer knows and the model does not."""
+    from transformers import AutoTokenizer
+
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    about = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(about | {"return_dict": False}))
+    words = job_words(model, rows_file, odd_file, tmp_path / "run")
+    train.main(words)
+    of_run = shutil.copytree(tmp_path / "run/model", tmp_path / "served")
+    about = json.loads((of_run / "config.json").read_text())
+    (of_run / "config.json").write_text(json.dumps(about | {"max_seq_length": 5000}))
+    capsys.readouterr()
+    predict.main(["--checkpoint", str(of_run), "--text", "goal " * 600])
+    assert json.loads(capsys.readouterr().out)["label"]
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["zzz"])
+    tokenizer.save_pretrained(model), tokenizer.save_pretrained(of_run)
+    known = about["vocab_size"]
+    fault = f"its tokenizer gives token {known}, its model knows {known}. Fix"
+    train.main([*words, "--output_dir", str(tmp_path / "again")])
+    predict.main(["--checkpoint", str(of_run), "--text", "a goal"])
+    with pytest.raises(ConfigError, match=f"checkpoint={of_run}: {fault}"):
+        predict.main(["--checkpoint", str(of_run), "--text", "a zzz goal"])
+    odd_rows = tmp_path / "odd.csv"
+    odd_rows.write_text(odd_file.read_text().replace("goal", "zzz", 1) + "zzz,Sports\n")
+    for key in ("train_file", "test_file"):
+        with pytest.raises(ConfigError, match=f"model_name_or_path={model}: {fault}"):
+            train.main([*words, "--output_dir", str(tmp_path / key), f"--{key}", str(odd_rows)])
+    with pytest.raises(ConfigError, match=f"checkpoint={of_run}: {fault}"):
+        evaluate.main(["--checkpoint", str(of_run), "--test_file", str(odd_rows)])
+
+
+def test_ids_that_are_no_numbers(tmp_path: Path, tiny_model: Path, capsys: Any) -> None:
+    """pandas makes NaN of an id that is not there."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    rows = tmp_path / "rows.jsonl"
+    ids = ("1.5", "NaN", "-Infinity", "null", '"a"')
+    rows.write_text("".join(f'{{"id": {value}, "text": "a goal"}}\n' for value in ids))
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=3)
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path)
+    predict.main(["--checkpoint", str(tmp_path), "--input", str(rows)])
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["id"] for line in lines] == [1.5, None, None, None, "a"]
+    assert "NaN" not in "".join(lines)
 
 
 def test_standard_streams_that_are_closed(rows_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ def make(folder: Path, model: str, special: str, template: str = "", **settings:
     if template:
         pairs = [(name, number) for number, name in enumerate(names)]
         backend.post_processor = processors.TemplateProcessing(
-            single=template, special_tokens=pairs
+            single=template, pair=settings.pop("pair", "$A:0 $B:1"), special_tokens=pairs
         )
     keys = {
         "<pad>": "pad",
@@ -38,7 +38,7 @@ def make(folder: Path, model: str, special: str, template: str = "", **settings:
     }
     tokens = {f"{keys[name]}_token": name for name in names if name in keys}
     side = settings.pop("padding_side", "right")
-    types = ["token_type_ids"] * ("<cls>:2" in template)
+    types = ["token_type_ids"] * settings.pop("has_types", "<cls>:2" in template)
     PreTrainedTokenizerFast(
         tokenizer_object=backend, padding_side=side, model_input_names=INPUTS + types, **tokens
     ).save_pretrained(folder)
@@ -116,6 +116,36 @@ def test_types_of_single_texts(tmp_path: Path, rows_file: Path, odd_file: Path) 
     assert [row["score"] for row in ours] == pytest.approx(scores, abs=2e-6)
 
 
+@pytest.mark.parametrize("model", ["Roberta", "GPT2", "Bart", "Bert"])
+def test_token_types_that_the_model_does_not_know(
+    model: str, tmp_path: Path, odd_file: Path
+) -> None:
+    """A tokenizer of BERT's kind numbers both texts of a pair; some models know one kind only, or none."""
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 32)
+    sizes |= dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 1)
+    sizes |= {"type_vocab_size": 1 + (model == "Bert")}
+    if model == "GPT2":
+        sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2}
+    if model == "Bart":
+        sizes = dict.fromkeys(("encoder_layers", "decoder_layers"), 1)
+        sizes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
+        sizes |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "d_model"), 32)
+    sizes |= {"pair": "$A $B:1 </s>:1", "has_types": True}
+    folder = make(tmp_path / "model", model, "<pad> </s> <unk>", "$A </s>", **sizes)
+    rows = [line.split(",") for line in odd_file.read_text().splitlines()[1:]]
+    pairs = [{"text": text, "other": "goal", "label": label} for text, label in rows]
+    file = tmp_path / "pairs.json"
+    file.write_text(json.dumps(pairs))
+    words = job_words(folder, file, file, tmp_path / "run")
+    train.main([*words, "--text_pair_column", "other", "--max_steps", "1"])
+    asked = [{"text": row["text"], "text_pair": row["other"]} for row in pairs]
+    classify = pipeline("text-classification", model=str(tmp_path / "run/model"))
+    assert ("token_type_ids" in classify.tokenizer("a", "b")) == (model == "Bert")
+    scores = [row["score"] for row in classify(asked)]
+    ours = load_classifier(tmp_path / "run").predict([tuple(row.values()) for row in asked])
+    assert [row["score"] for row in ours] == pytest.approx(scores, abs=2e-6)
+
+
 def test_pad_token_that_the_model_does_not_know(
     tmp_path: Path, rows_file: Path, odd_file: Path
 ) -> None:
@@ -125,5 +155,5 @@ def test_pad_token_that_the_model_does_not_know(
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     tokenizer.save_pretrained(model)
     known = json.loads((model / "config.json").read_text())["vocab_size"]
-    with pytest.raises(ConfigError, match=f"pads with token {known}, its model knows {known}. Fix"):
+    with pytest.raises(ConfigError, match=f"gives token {known}, its model knows {known}. Fix"):
         train.main(job_words(model, rows_file, odd_file, tmp_path / "run"))

@@ -169,6 +169,7 @@ def test_a_list_is_written_with_commas_or_blanks() -> None:
         assert config.report_to == ("wandb", "tensorboard")
     assert train_config("--class_weights", "1", "2.5").class_weights == (1.0, 2.5)
     assert train_config("--class_weights", "none").class_weights is None
+    assert train_config("--allow_changed", "none", "--report_to", "none").allow_changed == ()
     assert "report_to" in fault("--report_to")
     spaced = train_config("--lora_target_modules", "query, value", "--report_to", "html,", "wandb")
     assert spaced.lora_target_modules == ("query", "value")

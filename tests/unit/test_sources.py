@@ -6,7 +6,14 @@ import pytest
 import yaml
 
 from accel_ft.config import DataConfig
-from accel_ft.data.sources import Source, check_first_rows, file_source, hub_sources, read_records
+from accel_ft.data.sources import (
+    Source,
+    check_first_rows,
+    file_source,
+    hub_sources,
+    read_records,
+    used_columns,
+)
 from accel_ft.errors import ConfigError, DataError
 
 
@@ -160,6 +167,11 @@ def test_parquet_that_python_cannot_hold(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": texts, "label": texts, "at": far}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match="cannot be read as parquet"):
         rows(tmp_path / "a.parquet")
+    found = file_source(tmp_path / "a.parquet", used_columns(DataConfig()))  # a job reads its own
+    assert list(found.rows(DataConfig())) == [("row 1", "a", "a")]
+    config = DataConfig(text_column="txt", label_column="lab")
+    with pytest.raises(DataError, match=r"Did you mean `text`\? Allowed: text, label, at"):
+        list(file_source(tmp_path / "a.parquet", used_columns(config)).rows(config))
     table = pa.Table.from_arrays([texts] * 3, names=["text", "label", "text"])
     pq.write_table(table, tmp_path / "b.parquet")
     with pytest.raises(DataError, match="column 'text' occurs twice"):
@@ -228,6 +240,26 @@ def test_a_dataset_folder_with_named_labels(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no split `train` with labels"):
         hub_sources(DataConfig(), str(tmp_path / "data"))
     assert list(hub_sources(DataConfig(), str(tmp_path / "data"), needs_train=False)) == ["test"]
+
+
+def test_named_numbers_of_a_regression(tmp_path: Path) -> None:
+    """A star each is what the name says, not the place of the name."""
+    import datasets
+
+    def numbers(*names: str) -> list[str]:
+        features = datasets.Features(
+            {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=list(names))}
+        )
+        rows = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [0, 2]}, features)
+        rows.to_parquet(tmp_path / names[0] / "train.parquet")
+        config = DataConfig(problem_type="regression")
+        source = hub_sources(config, str(tmp_path / names[0]))["train"]
+        return [label for *_, label in source.rows(config)]
+
+    assert numbers("1", "2", "3") == ["1.0", "3.0"]
+    assert numbers("0.5", "1", "1.5") == ["0.5", "1.5"]
+    with pytest.raises(DataError, match="label is 0, not a finite number"):
+        numbers("bad", "fair", "good")
 
 
 @pytest.mark.parametrize("kind", ["names", "int64", "float64", "lists"])
