@@ -10,7 +10,11 @@ from torch import nn
 from accel_ft.config import TrainConfig
 from accel_ft.errors import ConfigError
 
-READ_BY_LAYERS = re.compile(r"encoder\.(rel_embeddings|LayerNorm|relative_attention_bias)\.")
+# What is declared behind the layers that read it, and before the layers that it reads.
+BELOW = re.compile(
+    r"embed|encoder\.relative_attention_bias\.|^deberta\.encoder\.(LayerNorm|conv)\."
+)
+ABOVE = re.compile(r"pooler|final_layer_?norm|final_norm")
 
 
 def scaled_learning_rate(config: TrainConfig) -> float:
@@ -67,9 +71,8 @@ def layer_depths(model: nn.Module) -> dict[str, int]:
     layers = {name: int(match[1]) for name, match in numbers.items() if match}
     num_layers = max(layers.values(), default=-1) + 1
     first = next((position for position, name in enumerate(names) if name in layers), 0)
-    # DeBERTa and MPNet have what all layers read behind them.
-    below = {name for name in names[:first] if inside in name}
-    below |= {name for name in names if inside in name and READ_BY_LAYERS.search(name)}
+    below = {name for name in names[:first] if inside in name and not ABOVE.search(name)}
+    below |= {name for name in names if inside in name and BELOW.search(name)}
     return {
         name: num_layers - layers[name] if name in layers else (num_layers + 1) * (name in below)
         for name in names

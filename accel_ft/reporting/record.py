@@ -1,16 +1,20 @@
 """What a run left behind, read once: settings, receipt, events, predictions."""
 
 import json
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from accel_ft.runtime.logging import read_events
 from accel_ft.settings import read_receipt, read_settings
+
+logger = logging.getLogger(__name__)
 
 CALIBRATION_BINS = 15
 DRAWS = 10_000
@@ -71,12 +75,15 @@ def read_record(folder: Path) -> Record:
     events = list(read_events(folder / "metrics.jsonl"))
     receipt, settings = read_receipt(folder), read_settings(folder / "config.yaml")
     predictions, mistakes = {}, []
-    if (folder / "predictions.npz").is_file():
-        with np.load(folder / "predictions.npz") as arrays:
-            predictions = dict(arrays)
-    if (folder / "mistakes.jsonl").is_file():
-        with (folder / "mistakes.jsonl").open(encoding="utf-8") as lines:  # texts may hold U+2028
-            mistakes = [json.loads(line) for line in lines]
+    try:
+        if (folder / "predictions.npz").is_file():
+            with (folder / "predictions.npz").open("rb") as file:  # closed, whatever it holds
+                predictions = dict(np.load(file))
+        if (folder / "mistakes.jsonl").is_file():
+            with (folder / "mistakes.jsonl").open(encoding="utf-8") as lines:  # U+2028 in texts
+                mistakes = [json.loads(line) for line in lines]
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
+        logger.warning("%s: its predictions or mistakes cannot be read (%s)", folder, error)
     name = folder.resolve().name
     return Record(name, settings, receipt, events, predictions, mistakes)
 

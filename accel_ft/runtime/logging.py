@@ -126,11 +126,15 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a metrics.jsonl; a line cut short by a kill is passed over."""
+    """Yield the events of a metrics.jsonl; a line cut short by a kill, or that is no event, is
+    passed over.
+    """
     if not path.exists():
         return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            yield json.loads(line)
+            event = json.loads(line)
         except json.JSONDecodeError:
             continue
+        if isinstance(event, dict) and {"event", "step"} <= event.keys():
+            yield event

@@ -12,7 +12,7 @@ import pytest
 from conftest import LATEST, cut_off, events_of, run, stopped_at, write_rows
 from safetensors.torch import load_file, save_file
 
-from accel_ft import train
+from accel_ft import report, train
 from accel_ft.errors import ConfigError, UserError
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -20,7 +20,7 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 def test_the_report(words: list[str], tmp_path: Path, rows_file: Path) -> None:
     """Texts and labels are escaped; the numbers of the test rows are in it; several runs overlay."""
-    from accel_ft import report
+
     from accel_ft.reporting import figures
     from accel_ft.reporting.record import read_record
 
@@ -107,7 +107,6 @@ def test_the_report_in_a_browser(width: int, words: list[str], tmp_path: Path) -
 def test_a_report_of_runs_of_one_name_and_of_one_that_goes_on(
     words: list[str], tmp_path: Path
 ) -> None:
-    from accel_ft import report
 
     folders = [tmp_path / "a/run", tmp_path / "b/run"]
     for folder in folders:
@@ -154,7 +153,6 @@ def test_what_a_rewound_log_keeps(tmp_path: Path) -> None:
 def test_a_report_of_many_labels_lists_the_commonest_confusions(
     words: list[str], tmp_path: Path
 ) -> None:
-    from accel_ft import report
 
     rows = [f"word {number},label_{number:02}" for number in range(31)] * 2
     (tmp_path / "many.csv").write_text("\n".join(["text,label", *rows]))
@@ -186,7 +184,6 @@ def test_curves_of_runs_that_measure_otherwise(tmp_path: Path) -> None:
 
 
 def test_a_report_of_no_run(tmp_path: Path) -> None:
-    from accel_ft import report
 
     with pytest.raises(ConfigError, match="holds no run of accel_ft"):
         report.main([str(tmp_path)])
@@ -219,7 +216,7 @@ def test_calibration_and_intervals() -> None:
 def test_a_run_is_reproduced(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from accel_ft import report
+
     from accel_ft.errors import UserError
 
     train.main(words)
@@ -379,7 +376,10 @@ def test_card_and_report_of_a_run_killed_before_them(words: list[str], tmp_path:
     assert (run / "metrics.jsonl").read_bytes() == events
 
 
-def test_mistakes_may_hold_any_line_break(words: list[str], tmp_path: Path) -> None:
+def test_files_of_a_run_are_read_as_they_are(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Texts hold any line break; what is cut short is left out, and told."""
     from accel_ft.reporting.record import read_record
 
     train.main([*words, "--max_steps", "1"])
@@ -387,6 +387,15 @@ def test_mistakes_may_hold_any_line_break(words: list[str], tmp_path: Path) -> N
     first = json.loads(file.read_text().split("\n")[0]) | {"text": "one\u2028two\x85three"}
     file.write_text(json.dumps(first, ensure_ascii=False) + "\n")
     assert read_record(tmp_path / "run").mistakes == [first]
+    with (tmp_path / "run/metrics.jsonl").open("a") as log:
+        log.write('null\n[1]\n{"event": "ev')
+    assert read_record(tmp_path / "run").of("end")
+    for name in ("mistakes.jsonl", "predictions.npz"):  # an interrupted copy
+        whole = (tmp_path / "run" / name).read_bytes()
+        (tmp_path / "run" / name).write_bytes(whole[: len(whole) // 2])
+        report.main([str(tmp_path / "run")])
+        assert f"{tmp_path}/run: its predictions or mistakes cannot" in capsys.readouterr().err
+        (tmp_path / "run" / name).write_bytes(whole)
     (tmp_path / "run/config.yaml").write_text("a: [")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_record(tmp_path / "run")

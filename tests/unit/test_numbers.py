@@ -163,6 +163,25 @@ def test_groups_of_models_with_tables_behind_their_layers() -> None:
     assert any(parameter is mpnet.get_parameter(table) for parameter in plain)
 
 
+def test_depth_is_not_the_place_where_a_layer_is_declared() -> None:
+    """A last norm before the layers, or behind them, and norms of embeddings behind an encoder's layers."""
+    from transformers import AutoModelForSequenceClassification as Auto
+    from transformers import BartConfig, OPTConfig, XLMRobertaXLConfig
+
+    sizes = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    opt = layer_depths(Auto.from_config(OPTConfig(**sizes, word_embed_proj_dim=16, ffn_dim=32)))
+    assert opt["model.decoder.final_layer_norm.weight"] == 0
+    assert opt["model.decoder.embed_positions.weight"] == 3
+    xlmr = layer_depths(Auto.from_config(XLMRobertaXLConfig(**sizes, intermediate_size=32)))
+    assert xlmr["roberta.encoder.LayerNorm.weight"] == 0
+    sides = dict.fromkeys(("encoder_layers", "decoder_layers"), 2)
+    sides |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
+    bart = layer_depths(Auto.from_config(BartConfig(vocab_size=60, d_model=16, **sides)))
+    for name in ("encoder.layernorm_embedding", "decoder.layernorm_embedding"):
+        assert bart[f"model.{name}.weight"] == bart["model.shared.weight"] == 3
+    assert bart["classification_head.dense.weight"] == 0
+
+
 @pytest.mark.parametrize(("warmup", "peak_at"), [(0.2, 2), (0.14, 2), (4, 4)])
 def test_schedule_counts_updates(warmup: float, peak_at: int) -> None:
     """Linear: up to the peak in the warm-up, down to 0 at the last of 10 updates."""
