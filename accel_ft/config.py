@@ -367,8 +367,10 @@ class TrainConfig(HubConfig, DataConfig):
         """Return the value of `best_metric` among scores whose names begin with `prefix`."""
         of_one = CLASS_METRIC.fullmatch(self.best_metric)
         if of_one is None:
-            return float(scores[prefix + self.best_metric])
-        return float(scores[f"{prefix}per_class"][of_one[1]][of_one[2]])
+            value = scores[prefix + self.best_metric]
+        else:
+            value = scores[f"{prefix}per_class"][of_one[1]][of_one[2]]
+        return math.nan if value is None else float(value)  # as files have it
 
     @property
     def takes_highest(self) -> bool:

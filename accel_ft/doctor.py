@@ -5,7 +5,6 @@ accelerate launch --config_file STRATEGY.yaml -m accel_ft.doctor [--config JOB.y
 Prints a line a check: its name, PASS, WARN, FAIL or SKIP, what was measured, and how to mend it.
 """
 
-import json
 import logging
 import os
 import sys
@@ -22,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     from accel_ft.diagnosis.finding import Finding, Verdict, line
     from accel_ft.diagnosis.job import examine
+    from accel_ft.runtime.files import to_json
     from accel_ft.runtime.logging import setup_logging
 
     is_main = os.environ.get("RANK", "0") == "0"
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     def write() -> None:
         if is_main and config.json is not None:
             about = [vars(finding) for finding in findings]
-            config.json.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+            config.json.write_text(to_json(about, indent=1) + "\n", encoding="utf-8")
 
     def note(finding: Finding) -> None:
         findings.insert(-1, finding)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -34,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from accel_ft.data.splits import load_eval_split
     from accel_ft.engine.evaluation import evaluate, make_eval_loader
     from accel_ft.model.load import check_tokens
+    from accel_ft.runtime.files import to_json
     from accel_ft.runtime.launch import make_accelerator
     from accel_ft.runtime.logging import setup_logging
 
@@ -80,9 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     if accelerator.is_main_process:
         about = {"checkpoint": opened.folder, "split": name, "rows": split.store.name}
-        found = about | {"num_samples": len(split)} | scores
-        found = json.loads(json.dumps(found), parse_constant=lambda _: None)  # JSON has no NaN
-        text = json.dumps(found, indent=1)
+        text = to_json(about | {"num_samples": len(split)} | scores, indent=1)
         print(text)
         if config.output is not None:
             config.output.write_text(text + "\n", encoding="utf-8")  # it may be a device

@@ -187,8 +187,9 @@ def _check_space(config: SearchConfig, settings: dict[str, Any], space: dict[str
         try:
             if not isinstance(values, list | dict):
                 raise TypeError("one value")
-            _suggest(trial, key, values)
-            for value in values if isinstance(values, list) else (values["low"], values["high"]):
+            drawn = _suggest(trial, key, values)  # a yes or no, say, is none of a range
+            ends = values if isinstance(values, list) else (values["low"], values["high"])
+            for value in (*ends, drawn):
                 checked(TrainConfig, fixed | {key: value})
         except ConfigError as error:
             faults.append(str(error))

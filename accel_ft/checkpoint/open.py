@@ -89,7 +89,10 @@ def load_whole(folder: str, config: Any) -> Any:
     """
     lora = adapters.read_adapters(Path(folder))
     if lora is not None:
-        return adapters.merged(config, lora, state.read_weights(Path(folder)))
+        of_run = Path(folder, state.TRAINER_STATE).is_file()
+        identity = state.read_trainer_state(Path(folder))["identity"] if of_run else {}
+        trained = state.read_weights(Path(folder))
+        return adapters.merged(config, lora, trained, identity.get("pretrained"))
     weights = state.read_weights(Path(folder)) if convert.is_sharded(Path(folder)) else None
     return load.load_for_inference(folder, config, weights)
 

@@ -93,6 +93,11 @@ class Split:
         """Token ids of each, int32 [1, T_i], or [2, T_i] with their types."""
         return [self.store.tokens(row) for row in self.ids(places)]
 
+    def has(self, label_id: int) -> bool:
+        """Whether any row has the label; not for a regression."""
+        labels = self.labels(np.arange(len(self), dtype=np.int64))
+        return bool((labels[:, label_id] if labels.ndim > 1 else labels == label_id).any())
+
     def fingerprint(self) -> str:
         """What the samples are, in words: content hash and range."""
         times = "" if self.repeated is None else f" as {len(self)}"

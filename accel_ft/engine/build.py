@@ -67,6 +67,13 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
             f"{nearest(str(config.best_label), splits.label_names)} "
             f"Allowed: {', '.join(splits.label_names[:20])}"
         )
+    if config.best_label is not None and not splits.validation.has(
+        splits.label_names.index(config.best_label)
+    ):
+        raise ConfigError(
+            f"metric_for_best_model={config.best_metric}: no validation row has that label. "
+            "Fix: a validation_file in which some have, or another metric"
+        )
     splits.train.class_weights = class_weights(
         config.class_weights, splits.train, splits.label_names
     )
@@ -248,6 +255,7 @@ def _warn_of_idle_keys(config: TrainConfig, num_steps: int, steps_per_epoch: int
         and ("early_stopping_threshold",),
         "on the model, without load_best_model_at_end or early_stopping_patience": not picks
         and ("metric_for_best_model", "greater_is_better"),
+        "beside max_steps": config.max_steps and ("num_train_epochs",),
         "with lr_scaling: none": config.lr_scaling == "none" and ("lr_reference_batch_size",),
         "but in a multi_label_classification": "multi" not in config.problem_type
         and ("label_separator",),

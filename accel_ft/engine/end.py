@@ -91,7 +91,8 @@ def _export(run: Run, final: Path) -> None:
         if run.accelerator.is_main_process:
             model, lora = run.plain_model(), adapters.peft_config(run.plain_model())
             if lora is not None:
-                model = adapters.merged(model.config, lora.to_dict(), weights)
+                base = run.identity["pretrained"]
+                model = adapters.merged(model.config, lora.to_dict(), weights, base)
                 weights = model.state_dict()
             with transaction.writing(final) as staging:
                 model.save_pretrained(staging, state_dict=weights)

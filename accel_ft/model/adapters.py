@@ -116,7 +116,12 @@ def peft_config(model: Any) -> Any | None:
     return getattr(model, "peft_config", {}).get("default")
 
 
-def merged(model_config: Any, adapters: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
+def merged(
+    model_config: Any,
+    adapters: dict[str, Any],
+    weights: dict[str, torch.Tensor],
+    pretrained: dict[str, str] | None = None,
+) -> Any:
     """Return the classifier that a pretrained model and its adapters make together, on the CPU in
     float32.
 
@@ -124,12 +129,22 @@ def merged(model_config: Any, adapters: dict[str, Any], weights: dict[str, torch
         model_config: of the classifier.
         adapters: adapter_config.json, of which only what decides the arithmetic is read.
         weights: of the adapters and the head, by name.
+        pretrained: provenance of the model that they were trained on, where that is known.
 
     Raises:
-        ConfigError, CheckpointError: the pretrained model cannot be had, or other weights belong to
-            it.
+        ConfigError, CheckpointError: the pretrained model cannot be had, or is not that of the
+            adapters.
     """
-    folder = load.resolve(str(adapters["base_model_name_or_path"]), "base_model_name_or_path")
+    name = str(adapters["base_model_name_or_path"])
+    folder = load.resolve(name, "base_model_name_or_path")
+    pretrained = pretrained or {}
+    found = load.provenance(name) if pretrained else {}
+    for part in pretrained.keys() & found.keys():
+        if pretrained[part] != found[part]:
+            raise CheckpointError(
+                f"base_model_name_or_path={name}: the adapters were trained on another one: "
+                f"{part} was {pretrained[part][:12]}..., is {found[part][:12]}..."
+            )
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # it would say that the head, which is put in below, is random
     try:

@@ -3,10 +3,12 @@
 import contextlib
 import errno
 import hashlib
+import json
 import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -30,6 +32,12 @@ def write_whole(path: Path, content: str | bytes) -> None:
         staging.replace(path)
     finally:
         staging.unlink(missing_ok=True)
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Return what is JSON to every reader: what is no number (NaN, infinite) becomes null."""
+    plain = json.loads(json.dumps(value), parse_constant=lambda _: None)
+    return json.dumps(plain, indent=indent)
 
 
 def sha256(path: Path) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from accel_ft.runtime.files import fsync, write_whole
+from accel_ft.runtime.files import fsync, to_json, write_whole
 
 MEASURED = ("train", "eval", "test")  # events of what a run computes; the others are its timeline
 
@@ -92,7 +92,7 @@ class EventLog:
             if event not in MEASURED:
                 line["time"] = datetime.now(UTC).isoformat(timespec="seconds")
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(to_json(line) + "\n")
         self.listener(event, step, values)
 
     def rewind(

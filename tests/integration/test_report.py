@@ -13,6 +13,7 @@ from conftest import LATEST, cut_off, events_of, run, stopped_at, write_rows
 from safetensors.torch import load_file, save_file
 
 from accel_ft import report, train
+from accel_ft.config import TrainConfig
 from accel_ft.errors import ConfigError, UserError
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -138,6 +139,11 @@ def test_what_a_rewound_log_keeps(tmp_path: Path) -> None:
         log.write(event, step)
     log.write("nonfinite", 7, policy="stop")
     log.write("nonfinite", 7, policy="skip")
+    log.write("eval", 8, eval_loss=float("nan"), eval_per_class={"a": {"f1": float("inf")}})
+    last = log.path.read_text().splitlines()[-1]  # JSON knows no NaN
+    nulls = {"eval_loss": None, "eval_per_class": {"a": {"f1": None}}}
+    assert json.loads(last, parse_constant=pytest.fail) == {"event": "eval", "step": 8, **nulls}
+    assert np.isnan(TrainConfig(metric_for_best_model="loss").best_value(nulls, "eval_"))
     log.rewind(1)
     kept = [(event["step"], event["event"]) for event in events_of(tmp_path)]
     assert kept == [(1, "train"), (2, "resume"), (4, "preempted"), (7, "nonfinite")]

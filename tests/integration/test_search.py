@@ -331,7 +331,7 @@ def test_a_space_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "space.yaml").write_text(
         "lr_scheduler_type: [linear, cosin]\nsave_total_limit: {low: 0, high: 3}\n"
         "learning_rat: [1]\nseed: {low: 1}\nwarmup_steps: 3\nweight_decay: {low: 0, high: 0.1, log: true}\n"
-        "learning_rate: {low: 1.0e-5, high: .inf}\n"
+        "learning_rate: {low: 1.0e-5, high: .inf}\nprofile: {low: false, high: true}\n"
     )
     with pytest.raises(ConfigError) as caught:
         search.main(["--job", str(tmp_path / "job.yaml"), "--space", str(tmp_path / "space.yaml")])
@@ -341,4 +341,5 @@ def test_a_space_that_cannot_be(tmp_path: Path) -> None:
     assert "save_total_limit=0" in str(caught.value)
     assert "warmup_steps=3: no range (one value)" in str(caught.value)
     assert "learning_rate={'low': 1e-05, 'high': inf}: no range" in str(caught.value)
+    assert "profile=0." in str(caught.value)
     assert "weight_decay={'low': 0, 'high': 0.1, 'log': True}: no range" in str(caught.value)

@@ -1,6 +1,7 @@
 """Model selection, imbalance and smoothing: each key does what it says, and goes on exactly after a resume."""
 
 import csv
+import re
 from pathlib import Path
 
 import numpy as np
@@ -142,7 +143,7 @@ def test_greater_is_better_turns_the_choice_round(words: list[str], tmp_path: Pa
     assert events[-1]["model_step"] == max(losses, key=losses.get)
 
 
-def test_the_best_model_of_one_label(words: list[str], tmp_path: Path) -> None:
+def test_the_best_model_of_one_label(words: list[str], tmp_path: Path, rows_file: Path) -> None:
     """The label's own F1 decides; one that no row has is named before the training."""
     words += ["--load_best_model_at_end", "--eval_steps", "1", "--learning_rate", "3e-3"]
     words += ["--num_train_epochs", "4"]
@@ -158,6 +159,10 @@ def test_the_best_model_of_one_label(words: list[str], tmp_path: Path) -> None:
     words += ["--output_dir", str(tmp_path / "other"), "--metric_for_best_model"]
     with pytest.raises(ConfigError, match="no training row has that label. Did you mean .Sports.?"):
         train.main([*words, "per_class.Sport.f1"])
+    without = tmp_path / "without.csv"
+    without.write_text(re.sub(".*,Business\n", "", rows_file.read_text()))
+    with pytest.raises(ConfigError, match="no validation row has that label"):
+        train.main([*words, "per_class.Business.f1", "--validation_file", str(without)])
     with pytest.raises(ConfigError, match=r"Allowed: accuracy, .*, per_class.LABEL.f1"):
         train.main([*words, "per_class.Sports.support"])
 

@@ -9,10 +9,10 @@ import torch
 from conftest import cut_off, events_of, run_hash
 from safetensors.torch import load_file, save_file
 
-from accel_ft import train
+from accel_ft import load_classifier, train
 from accel_ft.config import TrainConfig
 from accel_ft.errors import CheckpointError, ConfigError
-from accel_ft.model import load
+from accel_ft.model import adapters, load
 from accel_ft.model.adapters import choose_trained
 from accel_ft.model.optim import layer_depths, make_optimizer
 
@@ -95,8 +95,6 @@ LORA = ["--lora_r", "4", "--learning_rate", "0.02", "--lora_dropout", "0.1"]
 
 def test_adapters(words: list[str], tmp_path: Path, tiny_model: Path) -> None:
     """Checkpoints hold adapters and head, model/ the merged whole, which scores the same."""
-    from accel_ft import load_classifier
-
     train.main([*words, *LORA])
     run = tmp_path / "run"
     checkpoint = max((run / "checkpoints").iterdir())
@@ -130,6 +128,35 @@ def test_adapters_of_another_base_do_not_go_on(
               metadata={"format": "pt"})  # fmt: skip
     with pytest.raises(CheckpointError, match="belongs to another job(.|\n)*pretrained: "):
         train.main([*words, "--max_steps", "6", "--resume_from_checkpoint", "latest"])
+    checkpoint = str(max((tmp_path / "run/checkpoints").iterdir()))
+    another = f"{base}: the adapters were trained on another one: model.safetensors was"
+    with pytest.raises(CheckpointError, match=another):
+        load_classifier(checkpoint)
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    assert load_classifier(checkpoint).predict(["a goal"])
+
+
+def test_a_base_that_changes_beside_the_run(
+    words: list[str], tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Merged into another one, the adapters are a model that nobody measured."""
+    base, merged = shutil.copytree(tiny_model, tmp_path / "base"), adapters.merged
+    weights = load_file(base / "model.safetensors")
+
+    def merged_late(*args: Any) -> Any:
+        save_file({name: 2 * value for name, value in weights.items()}, base / "model.safetensors",
+                  metadata={"format": "pt"})  # fmt: skip
+        return merged(*args)
+
+    monkeypatch.setattr(adapters, "merged", merged_late)
+    words = [*words, *LORA, "--model_name_or_path", str(base), "--max_steps", "2"]
+    with pytest.raises(CheckpointError, match="trained on another one: model.safetensors was"):
+        train.main(words)
+    assert not (tmp_path / "run/model").exists()
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setattr(adapters, "merged", merged)
+    train.main([*words, "--resume_from_checkpoint", "latest"])
+    assert load_classifier(tmp_path / "run").predict(["a goal"])
 
 
 def architectures() -> dict[str, Any]:
@@ -249,7 +276,7 @@ def test_adapters_resume_bit_for_bit(words: list[str], tmp_path: Path) -> None:
 
 
 def test_adapters_are_exported(words: list[str], tmp_path: Path) -> None:
-    from accel_ft import export, load_classifier
+    from accel_ft import export
 
     train.main([*words, *LORA])
     checkpoint = max((tmp_path / "run/checkpoints").iterdir())

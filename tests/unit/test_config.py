@@ -320,6 +320,10 @@ def test_predict_needs_one_source() -> None:
             "has no effect on the model, without load_best_model_at_end",
         ),
         ({"metric_for_best_model": "loss", "early_stopping_patience": 2}, None),
+        (
+            {"max_steps": 5, "num_train_epochs": 2},
+            "num_train_epochs has no effect beside max_steps",
+        ),
         ({"lr_reference_batch_size": 64}, "has no effect with lr_scaling: none"),
         ({"label_separator": ";"}, "has no effect but in a multi_label_classification"),
         ({"hub_private_repo": True}, "has no effect without push_to_hub"),
