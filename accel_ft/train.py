@@ -186,10 +186,6 @@ def _say_farewell(config: TrainConfig, events: list[dict[str, Any]]) -> None:
             print(f"{metric} on the test rows: {event[f'test_{metric}']:.4f}")
     model, report = config.output_dir / "model", config.output_dir / "report.html"
     place = quote(str(model))
-    if not model.is_dir():
-        again = f"accel_ft.export --checkpoint {quote(str(config.output_dir))} --output {place}"
-        logger.warning("%s is gone; %s makes it from the newest checkpoint", model, again)
-        return
     print(f"model: {model}")
     if report.exists():
         print(f"report: {report}")

@@ -121,11 +121,13 @@ def may_skip(run: Run) -> bool:
     if policy == "stop" or run.num_nonfinite > IN_A_ROW:
         _write_event(run, "stop", number, ids, losses, run.step)
         newest = [path.name for _, path in transaction.list_published(run.checkpoints)][-1:]
+        in_a_row = f", after {IN_A_ROW} others in a row" * (policy != "stop")
+        pass_over = ", or on_nonfinite: skip or rollback" * (policy == "stop")
         raise UserError(
-            f"{message}, counted from 0. The weights are those of update {outcome.step}; the "
-            f"newest checkpoint is {newest[0] if newest else 'none'}. Fix: a lower "
-            "learning_rate, more warmup_steps, mixed_precision bf16 or no instead of fp16, or "
-            "on_nonfinite: skip or rollback"
+            f"{message}, counted from 0{in_a_row}. The weights are those of update {outcome.step}; "
+            f"the newest checkpoint is {newest[0] if newest else 'none'}. Fix: a lower "
+            "learning_rate, more warmup_steps, mixed_precision bf16 or no instead of fp16"
+            + pass_over
         )
     logger.warning("%s: %s", message, policy)
     if policy == "rollback":

@@ -206,6 +206,12 @@ class Run:
             self.loss_sum = math.fsum(sums) if rank == 0 else 0.0
 
     def _tell_what_differs(self, saved: dict[str, Any]) -> None:
+        precision = self.accelerator.mixed_precision
+        if saved.get("mixed_precision", precision) != precision:
+            logger.warning(
+                "trained in mixed precision %s so far, from here on in %s: the curve is another's",
+                saved["mixed_precision"], precision,
+            )  # fmt: skip
         here = self.plan.steps_per_epoch
         there = saved.get("steps_per_epoch", here)
         if there != here:
@@ -405,6 +411,7 @@ class Run:
             "validation_data": self.splits.validation.fingerprint(),
             "identity": self.identity,
             "scheduler": self.scheduler.state_dict(),
+            "mixed_precision": self.accelerator.mixed_precision,
             "steps_per_epoch": self.plan.steps_per_epoch,
             "accumulation_steps": self.accumulation_steps,
             "loss_sums": self.watch.tell(self.loss_sum),

@@ -24,8 +24,8 @@ ORDER_HASH_STEPS = 256
 
 
 def is_finished(run: Run) -> bool:
-    """Return whether the folder holds this very run, finished; with other rows to measure it on, or
-    another choice between best and last model, its end is to be made anew.
+    """Return whether the folder holds this very run, finished; with other rows to measure it on,
+    another choice between best and last model, or none there, its end is to be made anew.
 
     Raises:
         CheckpointError: it holds another job's.
@@ -50,11 +50,13 @@ def is_finished(run: Run) -> bool:
             chosen["metric"], wanted["metric"],
         )  # fmt: skip
     rows, before = _fingerprints(run), receipt["data"]
-    changed = [name for name in ("validation", "test") if rows.get(name) != before.get(name)]
-    changed += ["model"] * (chosen["takes_best"] != wanted["takes_best"])
+    splits = ("validation", "test")
+    changed = [f"other {name} rows" for name in splits if rows.get(name) != before.get(name)]
+    changed += ["another model"] * (chosen["takes_best"] != wanted["takes_best"])
+    changed += ["its model/ is gone"] * (not (run.output_dir / "model").is_dir())
     if changed:
         what = " and ".join(changed)
-        logger.info("%s is finished; its end is made anew: other %s", run.output_dir, what)
+        logger.info("%s is finished; its end is made anew: %s", run.output_dir, what)
     return not changed
 
 

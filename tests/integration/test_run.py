@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from accelerate.state import AcceleratorState
 from conftest import LATEST, cut_off, events_of, job_words, run_hash
 from safetensors.torch import load_file, save_file
 
@@ -123,6 +124,20 @@ def test_its_config_reproduces_the_run(finished: Path, tmp_path: Path) -> None:
     assert run_hash(tmp_path / "again") == run_hash(finished)
 
 
+def test_a_resume_in_another_precision_is_told(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The launcher's flag is easily left out of a script."""
+    run = shutil.copytree(finished, tmp_path / "run")
+    cut_off(run, 10)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(run)]
+    AcceleratorState._reset_state()
+    train.main([*words, "--resume_from_checkpoint", "latest"])
+    AcceleratorState._reset_state()
+    assert "in mixed precision no so far, from here on in bf16" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("step", range(13))
 def test_resume_is_bit_identical(finished: Path, tmp_path: Path, step: int) -> None:
     """Killed after any update, the epoch's edge (6) and the last (12) among them: what is on disk then is the
@@ -189,7 +204,7 @@ def test_a_finished_run_is_measured_on_other_rows(
     words = ["--config", str(run / "config.yaml"), "--output_dir", str(run)]
     train.main([*words, "--test_file", str(rows_file), *LATEST])
     told = capsys.readouterr()
-    assert "its end is made anew: other test\n" in told.err
+    assert "its end is made anew: other test rows\n" in told.err
     events = events_of(run)
     assert [e["event"] for e in events].count("test") == 1
     train_rows = evaluate_scores(run, rows_file)
@@ -289,14 +304,15 @@ def test_rows_whose_file_name_is_no_utf_8(finished: Path, rows_file: Path, tmp_p
 def test_a_finished_run_whose_model_was_moved(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The model that it ended with, and its measures, are made anew."""
     run = tmp_path / "run"
     shutil.copytree(finished, run, ignore=shutil.ignore_patterns("model"))
     words = ["--config", str(run / "config.yaml"), "--output_dir", str(run)]
     train.main([*words, "--resume_from_checkpoint", "latest"])
     told = capsys.readouterr()
-    assert "is finished: nothing to do" in told.err
-    assert f"accel_ft.export --checkpoint {run} --output" in told.err
-    assert "model:" not in told.out
+    assert "is finished; its end is made anew: its model/ is gone" in told.err
+    assert f"model: {run}/model" in told.out
+    assert run_hash(run) == run_hash(finished)
 
 
 def test_latest_with_no_checkpoint_starts(

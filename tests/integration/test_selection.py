@@ -2,16 +2,17 @@
 
 import csv
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import LATEST, cut_off, events_of, run_hash, stopped_at
 
-from accel_ft import train
+from accel_ft import load_classifier, train
 from accel_ft.config import TrainConfig
 from accel_ft.data.splits import load_splits
-from accel_ft.errors import ConfigError, UserError
+from accel_ft.errors import CheckpointError, ConfigError, UserError
 from accel_ft.model import load
 
 
@@ -107,7 +108,14 @@ def test_a_finished_choice_is_measured_on_other_rows_and_not_made_anew(
     run, end = tmp_path / "run", events_of(tmp_path / "run")[-1]
     assert end["model_step"] < end["step"] < 12
     model = (run / "model/model.safetensors").read_bytes()
+    shutil.rmtree(run / "model")
+    with pytest.raises(CheckpointError, match="its model/ is gone. Fix: its command with"):
+        load_classifier(run)
     capsys.readouterr()
+    train.main([*words, *LATEST])
+    assert "its end is made anew: its model/ is gone" in capsys.readouterr().err
+    assert (run / "model/model.safetensors").read_bytes() == model
+    assert events_of(run)[-1]["model_step"] == end["model_step"]
     train.main([*words, "--validation_file", str(rows_file), *LATEST])
     assert "its end is made anew: other validation" in capsys.readouterr().err
     again = events_of(run)[-1]
@@ -131,7 +139,7 @@ def test_a_key_that_changes_nothing_leaves_a_finished_run_alone(
     assert "nothing to do" in capsys.readouterr().err
     assert (tmp_path / "run/model/notes.txt").is_file()
     train.main([*words, "--load_best_model_at_end", *LATEST])
-    assert "its end is made anew: other model" in capsys.readouterr().err
+    assert "its end is made anew: another model" in capsys.readouterr().err
     assert not (tmp_path / "run/model/notes.txt").is_file()
 
 
