@@ -70,11 +70,23 @@ def load_classifier(checkpoint: str | Path, **settings: Any) -> Predictor:
     Raises:
         accel_ft.errors.UserError: where it cannot be had.
     """
+    from accelerate.state import GradientState
+
     from accel_ft.config import PredictConfig
+    from accel_ft.errors import ConfigError
     from accel_ft.predict import Predictor
     from accel_ft.runtime.launch import make_accelerator
     from accel_ft.settings import checked, run_settings
 
+    if _fitting.locked():
+        raise ConfigError(
+            "a job is being trained in this process: an Accelerator made beside its own would "
+            "change its gradients. Fix: before or after it, or in a process of its own"
+        )
     settings = settings | {"checkpoint": str(checkpoint), "text": ""}
     config = checked(PredictConfig, settings, run_settings(settings))
-    return Predictor(config, make_accelerator())
+    of_process = GradientState()  # whose accumulation steps a second Accelerator replaces
+    steps = of_process.plugin_kwargs
+    accelerator = make_accelerator()
+    of_process.plugin_kwargs = steps or of_process.plugin_kwargs
+    return Predictor(config, accelerator)

@@ -247,7 +247,7 @@ def _parser(config_class: type[Config], prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m accel_ft.{prog}",
         usage="%(prog)s [--config FILE] [--key value ...]",
-        description=(config_class.__doc__ or "").splitlines()[0],
+        description=(config_class.__doc__ or prog).splitlines()[0],
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )

@@ -160,7 +160,7 @@ def _describe(config: TrainConfig, label_names: list[str], events: list[dict[str
 
 def _finish(config: TrainConfig, events: list[dict[str, Any]]) -> None:
     """Say where all is; push and compare where that is asked for."""
-    with suppress(OSError):  # nobody listens, and all is done
+    with suppress(OSError, ValueError):  # nobody listens, or in another encoding; all is done
         _say_farewell(config, events)
     let_go_of_output()
     model = config.output_dir / "model"
@@ -168,7 +168,7 @@ def _finish(config: TrainConfig, events: list[dict[str, Any]]) -> None:
         from accel_ft.runtime.card import push
 
         pushed = push(model, config.repo_id(config.output_dir))
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             print(f"pushed: {pushed}")
     if config.reproduce is not None:
         _compare(config.reproduce, config.output_dir)

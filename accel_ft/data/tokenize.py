@@ -141,7 +141,7 @@ def tokenize(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
     try:
         return _make_store(folder, source, config, tokenizer)
     except OSError as error:
-        if error.errno not in NO_ROOM:
+        if error.errno not in NO_ROOM and folder.parent.is_dir():
             raise
         raise DataError(  # its disk need not be that of output_dir
             f"{source.name}: cannot be tokenised into {folder.parent}: {error}. "

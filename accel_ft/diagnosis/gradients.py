@@ -16,8 +16,9 @@ Gradients = dict[str, torch.Tensor]
 @contextlib.contextmanager
 def own_random_numbers(loader: Any = None) -> Iterator[None]:
     """Put the random numbers of Python, numpy and torch back as they were, and those of a loader
-    and its samplers.
+    and its samplers, and the epochs that accelerate's counts.
     """
+    epochs_read = getattr(loader, "iteration", None)
     generators: list[tuple[torch.Generator, torch.Tensor]] = []
     for holder in holders(loader):
         if isinstance(own := getattr(holder, "generator", None), torch.Generator):
@@ -32,6 +33,8 @@ def own_random_numbers(loader: Any = None) -> Iterator[None]:
             np.random.set_state(numpy)
             for own, before in generators:
                 own.set_state(before)
+            if epochs_read is not None:
+                loader.iteration = epochs_read
 
 
 def holders(loader: Any) -> Iterator[Any]:

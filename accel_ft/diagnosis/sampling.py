@@ -3,7 +3,7 @@ by what the loader yields, not by how it is built.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +23,19 @@ SHARD = (
 def row_ids(batch: Any) -> list[Any]:
     """Return a hash of each row of a batch of tensors, however nested; equal rows, equal hashes.
 
-    Rows that are augmented, or padded to the longest of their batch, have another hash each time:
-    give the loader's rows numbers and pass `ids`.
+    Padding that an attention_mask tells is left out. Rows that are augmented, or padded without
+    one, have another hash each time: give the loader's rows numbers and pass `ids`.
     """
     parts = [part for _, part in leaves(batch, "")]
     tensors = [part for part in parts if isinstance(part, torch.Tensor) and part.ndim > 0]
-    rows = (tensor for tensor in tensors if len(tensor) == len(tensors[0]))
+    rows = [tensor for tensor in tensors if len(tensor) == len(tensors[0])]
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if isinstance(mask, torch.Tensor):
+        padded = [tensor.shape == mask.shape for tensor in rows]
+        return [
+            "".join(digest(p[m.bool()] if cut else p) for p, cut in zip(row, padded, strict=True))
+            for m, *row in zip(mask, *rows, strict=True)
+        ]
     return ["".join(map(digest, row)) for row in zip(*rows, strict=True)]
 
 
@@ -93,10 +100,17 @@ def training_sampling(
     if again.verdict is Verdict.FAIL and finding.verdict is not Verdict.FAIL:
         mend = f"set_epoch(epoch) on every rank; else {again.mend}"
         return Finding.failed(f"in the second epoch {again.measured}", mend)
+    different = len({name for names in (*first, *second) for name in names})
+    if finding.verdict is Verdict.PASS and different > num_samples:
+        return Finding.skipped(
+            f"rows change from epoch to epoch ({different} different ones of {num_samples}), as "
+            "padded ones do: pass ids=, numbers of the rows"
+        )
     if finding.verdict is Verdict.PASS and first == second and num_samples > len(first):
         return Finding.failed(
             "both epochs have one order",
-            "loader.sampler.set_epoch(epoch) before each epoch, or shuffle=True",
+            "loader.sampler.set_epoch(epoch) before each epoch, or shuffle=True; a stream: another "
+            "order in each __iter__",
         )
     return finding
 
@@ -168,7 +182,7 @@ def _coverage(  # noqa: PLR0911
     missing = num_samples - different
     by_weight = any(isinstance(each, WeightedRandomSampler) for each in holders(loader))
     is_drawn = by_weight and drawn_again and total >= num_samples  # any share may be left out
-    is_much = total < num_samples or missing > DRAWN_WITH_REPLACEMENT * num_samples
+    is_much = total < num_samples - room or missing > DRAWN_WITH_REPLACEMENT * num_samples
     if missing > room and is_much and not is_drawn:
         return Finding.failed(
             f"{missing} rows are never read; {about}",

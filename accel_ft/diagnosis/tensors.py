@@ -208,7 +208,8 @@ def in_place(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Finding:
     """Find what changes parameters, or what the backward pass needs, in place."""
     try:
         with untouched(model), torch.autograd.set_detect_anomaly(True, check_nan=False):
-            before = [(n, p, p._version, _content(p)) for n, p in model.named_parameters()]
+            trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+            before = [(n, p, p._version, _content(p)) for n, p in trained]  # no teacher of means
             value = loss()
             changed = [  # through .data, the version stays
                 name

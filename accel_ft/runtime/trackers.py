@@ -14,7 +14,6 @@ from accel_ft.errors import ConfigError, nearest
 
 logger = logging.getLogger(__name__)
 
-PROJECT = os.environ.get("WANDB_PROJECT", "accel_ft")
 EXTRAS = ("tensorboard", "trackio", "wandb", "mlflow")
 
 
@@ -69,7 +68,8 @@ class Trackers:
             "tensorboard": {"purge_step": step + 1 if step else None},
         }
         try:
-            self.accelerator.init_trackers(PROJECT, settings, options)
+            project = os.environ.get("WANDB_PROJECT", "accel_ft")
+            self.accelerator.init_trackers(project, settings, options)
         except Exception as error:  # other people's services fail in any way
             self.accelerator.trackers = []  # some have not begun, and cannot be closed
             raise ConfigError(

@@ -149,7 +149,8 @@ class Watch:
     # The thread.
 
     def __enter__(self) -> Self:
-        self._log = (self.folder / f"rank_{self.rank:05d}.log").open("a", encoding="utf-8")
+        path = self.folder / f"rank_{self.rank:05d}.log"
+        self._log = path.open("a", encoding="utf-8", errors="backslashreplace")  # of file names
         print(f"started {time.strftime('%F %T')}, pid {os.getpid()}", file=self._log, flush=True)
         self._faulthandler_was_on = faulthandler.is_enabled()
         faulthandler.enable(self._log)
@@ -284,7 +285,7 @@ class Watch:
         os._exit(exit_code)
 
     def _say(self, message: str, aloud: bool = True) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # ValueError: a stream that cannot encode it
             print(message, file=self._log, flush=True)
             if aloud:
                 print(message, file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import LATEST, cut_off, events_of, make_tiny_model, run_hash, stopped_at, write_rows
 from safetensors.torch import load_file
 
@@ -321,6 +322,8 @@ def test_fit_and_load_classifier(
     def second(*_: object) -> None:
         with pytest.raises(ConfigError, match="trained in this process already"):
             fit(**job)
+        with pytest.raises(ConfigError, match="an Accelerator made beside its own would change"):
+            load_classifier(model)
         refused.append(True)
 
     job = {"output_dir": tmp_path / "two", "train_file": rows_file}
@@ -328,6 +331,9 @@ def test_fit_and_load_classifier(
         patch.setattr("accel_ft.train.fit", second)
         fit(**job)
     assert refused == [True]
+    own = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    load_classifier(model)
+    assert own.gradient_accumulation_steps == 4
 
 
 @pytest.mark.parametrize("extra", ["lora", "onnx", "report", "search", "trackio"])

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -298,7 +299,22 @@ def test_rows_whose_file_name_is_no_utf_8(finished: Path, rows_file: Path, tmp_p
     words = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run")]
     train.main([*words, "--train_file", str(rows), "--max_steps", "1", "--report_to", "html"])
     assert "udce9.csv" in (tmp_path / "run/model/README.md").read_text()
+    handler = signal.getsignal(signal.SIGTERM)
+    with rows.open("a") as file:
+        file.write("a,\n")
+    with pytest.raises(DataError, match="caf.[.]csv: 1 faulty row"):
+        train.main([*words, "--train_file", str(rows), "--output_dir", str(tmp_path / "other")])
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert "udce9.csv: 1 faulty row" in (tmp_path / "other/ranks/rank_00000.log").read_text()
     assert (tmp_path / "run/report.html").is_file()
+
+
+def test_a_run_ends_well_where_its_folder_cannot_be_printed(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "\xf6")]
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    train.main([*words, "--max_steps", "1"])
 
 
 def test_a_finished_run_whose_model_was_moved(

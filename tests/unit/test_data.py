@@ -266,6 +266,15 @@ def test_a_file_that_changes_while_it_is_read(
     assert not [p for p in cache_folder().glob("*") if p.stat().st_mtime > path.stat().st_mtime]
 
 
+def test_a_cache_on_a_disk_that_is_not_there(
+    rows_file: Path, tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "file/hf"))
+    with pytest.raises(DataError, match=r"Not a directory.*HF_HOME=another folder"):
+        store_of(rows_file, tokenizer)
+
+
 def test_a_full_disk_leaves_nothing_in_the_cache(tmp_path: Path, tokenizer) -> None:
     """Its error comes with the write that it concerns, though the file is small."""
     source = file_source(write_rows(tmp_path / "rows.csv", 100))

@@ -178,6 +178,8 @@ def test_views_and_ties() -> None:
 
 
 def test_in_place() -> None:
+    x = ROWS[:4][0]
+
     class Sick(nn.Module):
         def __init__(self, where: str) -> None:
             super().__init__()
@@ -202,6 +204,13 @@ def test_in_place() -> None:
         caught(finding("activation"), "modified by an inplace operation")
     caught(finding("parameter"), "changes parameters: linear.weight")
     well(finding("mended"))
+    teacher = Sick("parameter").requires_grad_(False)  # a mean over the updates, say
+    student = nn.ModuleList([nn.Linear(2, 2), teacher])
+
+    def distance() -> torch.Tensor:
+        return (student[0](x) - teacher(x)).sum()
+
+    well(tensors.in_place(student, distance))
 
 
 # 8. Accumulation.

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from conftest import ROOT
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -100,8 +102,27 @@ def test_numbers_of_rows_as_a_tensor() -> None:
     """Each of its elements is another object, of another hash."""
     loader = DataLoader(range(20), 4, shuffle=True)
     assert is_well(sampling.training_sampling(loader, 20, lambda batch: batch))
+    seedable = DataLoaderConfiguration(use_seedable_sampler=True)  # whose order goes by the epochs
+    prepared = Accelerator(cpu=True, dataloader_config=seedable).prepare(loader)
+    assert is_well(sampling.training_sampling(prepared, 20, lambda batch: batch))
+    assert prepared.iteration == 0
     half = DataLoader([*range(50)] * 2, 4, shuffle=True)
     assert "50 rows are never read" in sampling.training_sampling(half, 100, iter).measured
+    texts = [torch.arange(3 + n % 7) + 10 * n for n in range(40)]  # as a tokenizer's collator pads
+
+    def pad(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+        return {"input_ids": padded, "attention_mask": (padded >= 0).long()}
+
+    loader = DataLoader(texts, 4, shuffle=True, collate_fn=pad)
+    assert is_well(sampling.training_sampling(loader, 40))
+    loader = DataLoader(texts, 4, shuffle=True, collate_fn=lambda rows: pad(rows)["input_ids"])
+    assert sampling.training_sampling(loader, 40).verdict == "SKIP"
+    half = DataLoader(texts[:20] * 2, 4, shuffle=True, collate_fn=pad)
+    assert "20 rows are never read" in sampling.training_sampling(half, 40).measured
+    some = [*range(95), *range(8)]  # eight are equal to others, and the end is dropped
+    loader = DataLoader(some, 4, shuffle=True, drop_last=True)
+    assert sampling.training_sampling(loader, 103, iter).verdict == "WARN"
 
 
 # Tensors where they do not belong.
