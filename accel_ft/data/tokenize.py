@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 FORGOTTEN_SECONDS = 24 * 3600
 
-STORE_VERSION = 5  # of the layout above; part of the key
+STORE_VERSION = 4  # of the layout above; part of the key
 KEYS = {
     "text_column", "text_pair_column", "label_column", "problem_type", "label_separator",
     "max_seq_length",
@@ -59,7 +59,7 @@ class TokenStore:
         label_codes: of each row, its index in `labels`, int32 [n]; of a regression, its number,
             float32 [n].
         text_hashes: of each row's text, uint64 [n].
-        greatest_id: of all token ids.
+        greatest_id: of all token ids; 0 where it is not known.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -70,7 +70,7 @@ class TokenStore:
         self.label_names: list[str] | None = meta["label_names"]
         self.num_empty_texts: int = meta["num_empty_texts"]
         self.num_cut_texts: int = meta["num_cut_texts"]
-        self.greatest_id: int = meta["greatest_id"]
+        self.greatest_id: int = meta.get("greatest_id", 0)  # of older ones, nobody counted
         self._tokens = _map(folder / "tokens.bin", np.int32, meta["num_tokens"])
         self._offsets = _map(folder / "offsets.bin", np.int64, meta["num_rows"] + 1)
         kind = np.float32 if folder.suffix else np.int32

@@ -146,9 +146,10 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
         raise ConfigError(f"{key}={folder}: its tokenizer has neither a pad nor an end token")
     config = load_model_config(folder, key)
     kinds = getattr(config.get_text_config(), "type_vocab_size", 0)
-    if kinds < 2 and not has_types_of_single_texts(tokenizer):  # else it knows one kind, or none
-        left = [name for name in tokenizer.model_input_names if name != "token_type_ids"]
-        tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = left
+    inputs = list(tokenizer.model_input_names)
+    if "token_type_ids" in inputs and kinds < 2 and not has_types_of_single_texts(tokenizer):
+        inputs.remove("token_type_ids")  # the model knows one kind, or none
+        tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = inputs
     # BART's and T5's heads want one end token a row, also where a text has its letters.
     if getattr(config, "is_encoder_decoder", False):
         tokenizer.split_special_tokens = True
