@@ -266,6 +266,18 @@ def test_a_file_that_changes_while_it_is_read(
     assert not [p for p in cache_folder().glob("*") if p.stat().st_mtime > path.stat().st_mtime]
 
 
+def test_a_store_of_before_stays_valid(rows_file: Path, tokenizer, caplog) -> None:
+    """Made anew under another fingerprint, it would be another job's to a resume."""
+    store = store_of(rows_file, tokenizer)
+    assert store.greatest_id == max(int(store.tokens(row).max()) for row in range(len(store)))
+    meta = json.loads((store.folder / "meta.json").read_text())
+    del meta["greatest_id"]
+    (store.folder / "meta.json").write_text(json.dumps(meta))
+    again = store_of(rows_file, tokenizer)
+    assert (again.fingerprint, again.greatest_id) == (store.fingerprint, 0)
+    assert "damaged" not in caplog.text
+
+
 def test_a_cache_on_a_disk_that_is_not_there(
     rows_file: Path, tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
