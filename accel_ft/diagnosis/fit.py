@@ -8,7 +8,13 @@ MIB = 2**20
 
 @check("will it fit")
 def will_it_fit(
-    wanted: Need, strategy: str, num_ranks: int, capacity: int, rows: int, on_cpu: bool = False
+    wanted: Need,
+    strategy: str,
+    num_ranks: int,
+    capacity: int,
+    rows: int,
+    on_cpu: bool = False,
+    update: int = 0,
 ) -> Finding:
     """Compare a job's need with a device, find the largest micro-batch, and choose a strategy.
 
@@ -18,17 +24,18 @@ def will_it_fit(
         capacity: bytes of a rank's device (its share of a CPU's memory).
         rows: of the micro-batch asked for.
         on_cpu: there is no other memory to offload to.
+        update: rows of a whole update on a rank, where that accumulates; else it takes `rows`.
     """
-    usable = int(capacity * (1 - RESERVE))
+    usable, update = int(capacity * (1 - RESERVE)), max(rows, update)
 
     def largest(strategy: str) -> int:
-        return (usable - wanted.on_rank(strategy, num_ranks, 0)) // max(wanted.per_row, 1)
+        return wanted.largest(strategy, num_ranks, usable, update)
 
     simple = "none" if num_ranks == 1 else "ddp"
     order = [simple, *["fsdp"] * (num_ranks > 1), *["offload"] * (not on_cpu)]
     fitting = [name for name in order if largest(name) >= rows]
     some = [name for name in order if largest(name) >= 1]
-    now = wanted.on_rank(strategy, num_ranks, rows)
+    now = wanted.on_rank(strategy, num_ranks, rows, rows < update)
     parts = ", ".join(
         f"{name} {value / MIB:,.0f}"
         for name, value in (
@@ -43,7 +50,7 @@ def will_it_fit(
     )
     if fitting:
         why = "the simplest" if fitting[0] == simple else f"{simple} does not fit"
-        needed = wanted.on_rank(fitting[0], num_ranks, rows)
+        needed = wanted.on_rank(fitting[0], num_ranks, rows, rows < update)
         choice = f"{fitting[0]} ({why}): {needed / MIB:,.0f} MiB"
     elif some:
         choice = (

@@ -48,7 +48,7 @@ from accel_ft.engine.loop import train, update
 from accel_ft.engine.run import Run
 from accel_ft.engine.start import checkpoint_bytes, start_or_resume
 from accel_ft.engine.step import forward, weighted_loss
-from accel_ft.errors import LaunchError, UserError, first_line
+from accel_ft.errors import DOCTOR, LaunchError, UserError, first_line
 from accel_ft.model import dropout
 from accel_ft.model.memory import device_bytes
 from accel_ft.model.optim import make_optimizer, make_scheduler, scaled_learning_rate
@@ -94,8 +94,7 @@ def preflight(run: Run) -> None:
     if faults:
         raise LaunchError(
             "\n  ".join(f"{f.check}: {f.measured}. Fix: {f.mend}" for f in faults)
-            + "\n  (`-m accel_ft.doctor` in place of `-m accel_ft.train` examines the whole; "
-            "--preflight off starts all the same)"
+            + f"\n  ({DOCTOR}; --preflight off starts all the same)"
         )
 
 
@@ -331,7 +330,8 @@ def _fit(run: Run, config: TrainConfig, model: nn.Module, capacity: int) -> Find
     rows = math.ceil(each / math.ceil(each / at_once))
     wanted = measured_need(accelerator, model, run.splits.train, run.train_batches.pad)
     strategy, on_cpu = strategy_name(accelerator), accelerator.device.type == "cpu"
-    return fit.will_it_fit(wanted, strategy, accelerator.num_processes, capacity, rows, on_cpu)
+    num_ranks = accelerator.num_processes
+    return fit.will_it_fit(wanted, strategy, num_ranks, capacity, rows, on_cpu, each)
 
 
 def _batch(run: Run, places: Any) -> Batch:

@@ -72,25 +72,26 @@ def fit_micro_batch(
     Raises:
         ConfigError: not one fits.
     """
-    capacity = device_bytes(accelerator.device)  # before the model has its share of it
+    capacity = min(watch.tell(device_bytes(accelerator.device)))  # without the model's share
     model, _ = plain_model(config, accelerator.device, splits.label_names, tokenizer)
     whole = sum(parameter.nbytes for parameter in model.parameters())
-    if min(watch.tell(capacity)) < 2 * whole:
+    if capacity < 2 * whole:
         raise ConfigError(
             f"per_device_train_batch_size=auto: the whole model, {whole / 2**20:,.0f} MiB, has no "
             "room on a device to be measured on. Fix: a number; `accel_ft.doctor` counts"
         )
     model.to(accelerator.device).train()
     wanted = measured_need(accelerator, model, splits.train, pad)
-    held = wanted.on_rank(strategy_name(accelerator), accelerator.num_processes, 0)
-    free = int(capacity * (1 - RESERVE)) - held
+    usable = int(capacity * (1 - RESERVE))
     size = config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
     rows = -(-size // accelerator.num_processes)  # of an update on a rank; more are not needed
-    found = int(min(*watch.tell(free // max(wanted.per_row, 1)), rows))
+    strategy = strategy_name(accelerator), accelerator.num_processes
+    found = int(min(*watch.tell(wanted.largest(*strategy, usable, rows)), rows))
     if found < 1:
+        missing = wanted.on_rank(*strategy, 1, rows > 1) - usable
         raise ConfigError(
             f"per_device_train_batch_size=auto: not one sample of {config.max_seq_length} tokens "
-            f"fits: {-free / 2**20:,.0f} MiB are missing. Fix: a shorter max_seq_length, lora_r, "
+            f"fits: {missing / 2**20:,.0f} MiB are missing. Fix: a shorter max_seq_length, lora_r, "
             "gradient_checkpointing, or FSDP, as `accel_ft.doctor` advises"
         )
     logger.info("per_device_train_batch_size: %d samples at once", found)

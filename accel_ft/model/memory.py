@@ -39,21 +39,36 @@ class Need:
     fixed: int
     gathered: int
 
-    def on_rank(self, strategy: str, num_ranks: int, rows: int) -> int:
+    def on_rank(self, strategy: str, num_ranks: int, rows: int, accumulates: bool = False) -> int:
         """Return the bytes a rank needs on its device.
 
         Args:
             strategy: "none", "ddp", "fsdp" or "offload".
             num_ranks: N.
             rows: of a micro-batch.
+            accumulates: over several of them; FSDP keeps the gradients whole between these.
         """
         activations = self.fixed + self.per_row * rows
         states = self.parameters + self.gradients + self.moments
-        if strategy == "offload":
-            return self.gathered + activations
-        if strategy == "fsdp":
-            return states // num_ranks + self.gathered + activations
-        return states + activations
+        if strategy in ("none", "ddp"):
+            return states + activations
+        shard = states // num_ranks if strategy == "fsdp" else 0
+        return shard + self.gathered + self.gradients * accumulates + activations
+
+    def largest(self, strategy: str, num_ranks: int, usable: int, update: int) -> int:
+        """Return the most rows of a micro-batch that fit on a rank; below 1, none does.
+
+        Args:
+            strategy, num_ranks: as for `on_rank`.
+            usable: bytes of the rank's device.
+            update: rows of a whole update on a rank; where fewer fit, it accumulates.
+        """
+        for accumulates in (False, True):
+            room = usable - self.on_rank(strategy, num_ranks, 0, accumulates)
+            found = room // max(self.per_row, 1)
+            if found >= update:
+                break
+        return found
 
 
 def activation_bytes(loss: Callable[[], torch.Tensor], model: nn.Module) -> int:
@@ -69,8 +84,7 @@ def activation_bytes(loss: Callable[[], torch.Tensor], model: nn.Module) -> int:
         return tensor.detach()  # itself, it would hold itself where it is an output
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        value = loss()
-    del value
+        loss()
     return sum(kept.values())
 
 

@@ -548,6 +548,17 @@ def test_will_it_fit() -> None:
     assert "its choice: ddp (the simplest)" in finding.measured
 
 
+def test_fsdp_keeps_whole_gradients_while_they_accumulate() -> None:
+    wanted = memory.Need(400, 400, 800, per_row=100, fixed=0, gathered=100)
+    assert wanted.on_rank("fsdp", 2, 0, accumulates=True) == 800 + 100 + 400
+    assert wanted.on_rank("offload", 2, 0, accumulates=True) == 100 + 400
+    assert wanted.on_rank("ddp", 2, 0, accumulates=True) == wanted.on_rank("ddp", 2, 0)
+    assert wanted.largest("fsdp", 2, usable=1700, update=8) == 8
+    assert wanted.largest("fsdp", 2, usable=1699, update=8) == 3  # seven would be without them
+    caught(fit.will_it_fit(wanted, "fsdp", 2, capacity=1800, rows=4, update=8), "micro-batch 3")
+    well(fit.will_it_fit(wanted, "fsdp", 2, capacity=1800, rows=4))
+
+
 # 13. The machine.
 
 
