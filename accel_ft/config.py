@@ -346,6 +346,12 @@ class TrainConfig(HubConfig, DataConfig):
     dataloader_num_workers: int = Field(0, ge=0)
     """Processes on each rank that prepare batches; 0 does it in the training process."""
 
+    def without_this_start(self) -> Self:
+        """Return the run's own settings, without what a single start is told."""
+        return self.resolved(
+            resume_from_checkpoint=None, allow_changed=(), profile=False, reproduce=None
+        )
+
     def updates(self, steps_per_epoch: int) -> int:
         """Return how many updates to train for."""
         wanted = math.ceil(round(self.num_train_epochs * steps_per_epoch, 6))
@@ -519,15 +525,12 @@ class PredictConfig(Config):
         path = None if self.input in (None, "-") else Path(str(self.input))  # <(command), too
         yield from self._to_write("output", path)
         if (self.input is None) == (self.text is None):
-            yield (
-                ("input", "text"),
-                "input, text: exactly one is needed. Fix: --input FILE (or -), or --text '...'",
-            )
+            words = "input, text: exactly one is needed. Fix: --input FILE (or -), or --text '...'"
+            yield ("input", "text"), words
         if self.input == "-" and self.input_format == "parquet":
             yield self._fault("standard input cannot be parquet. Fix: a file", "input_format")
         if path is not None and (path.is_dir() or not path.exists()):
             yield self._fault("there is no such file", "input")
         if self.text_pair is not None and self.text is None:
-            yield self._fault(
-                "given without text; of a file, text_pair_column", "text_pair", "text"
-            )
+            words = "given without text; of a file, text_pair_column"
+            yield self._fault(words, "text_pair", "text")

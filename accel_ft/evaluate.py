@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 from accel_ft.config import ROW_KEYS, EvaluateConfig
 from accel_ft.errors import CheckpointError, ConfigError, run_command
 from accel_ft.settings import parse, read_receipt, run_folder, run_settings
-
-logger = logging.getLogger("accel_ft.evaluate")  # run with -m, its name is __main__
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -58,16 +55,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         name, split, is_cut_off = load_eval_split(
             config, opened.tokenizer, opened.label_names, config.split
         )
-    check_tokens(split.store.greatest_id, opened.model.config, "checkpoint")
+    greatest_id = max(split.store.greatest_id, opened.tokenizer.pad_token_id)
+    check_tokens(greatest_id, opened.model.config, "checkpoint")
     if "max_eval_samples" in typed:  # the run's is for its validation rows
         split.stop = min(split.stop, config.max_eval_samples or split.stop)
-    if is_cut_off and run is not None and accelerator.is_main_process:
-        trained_on = read_receipt(run)["data"]["train"]
-        if not split.is_beside(trained_on):
-            logger.warning(
-                "the validation rows were cut off the training rows, which are not those of the "
-                "run any more (or cut at another max_seq_length): some may have been trained on"
-            )
+    if is_cut_off and run is not None:
+        split.warn_if_trained_on(read_receipt(run)["data"]["train"])
     pad = Padding(opened.tokenizer, max_seq_length, accelerator.device)
     loader = make_eval_loader(accelerator, split, config.per_device_eval_batch_size, pad)
     scores, logits = evaluate(

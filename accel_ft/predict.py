@@ -130,7 +130,9 @@ class Predictor:
         found = np.empty((len(mine), len(self.classifier.label_names)))
         lengths = np.array([row.shape[-1] for row in rows], np.int64)
         greatest_id = max((int(row[0].max()) for row in rows), default=0)
-        check_tokens(greatest_id, self.classifier.model.config, "checkpoint")
+        check_tokens(
+            max(greatest_id, self.pad.token_id), self.classifier.model.config, "checkpoint"
+        )
         with torch.inference_mode():
             for batch in self.pad.eval_batches(lengths, self.config.per_device_eval_batch_size):
                 inputs = self.pad([rows[row] for row in batch])
@@ -246,8 +248,8 @@ def _open_output(path: str) -> Iterator[Any]:
     """Standard output, or a file that takes its name when it is complete."""
     if path == "-" and sys.stdout is None:
         raise ConfigError("output=-: standard output is closed. Fix: --output FILE")
-    place = Path(path)
-    in_place = place.exists() and not (place.is_file() and os.access(place.parent, os.W_OK))
+    place, final = Path(path), Path(path).resolve()
+    in_place = place.exists() and not (place.is_file() and os.access(final.parent, os.W_OK))
     how: Any = {"encoding": "utf-8", "errors": "backslashreplace"}  # JSON's own way, of half a pair
     if path == "-" and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(**how)
@@ -255,7 +257,6 @@ def _open_output(path: str) -> Iterator[Any]:
         with nullcontext(sys.stdout) if path == "-" else open(path, "w", **how) as file:
             yield file
         return
-    final = Path(path).resolve()
     staging = final.with_name(f".{final.name}.{os.getpid()}")
     if final.exists():
         final.open("a").close()  # may it be written?
@@ -267,11 +268,7 @@ def _open_output(path: str) -> Iterator[Any]:
     except BaseException:
         staging.unlink(missing_ok=True)
         raise
-    try:
-        staging.replace(final)
-    except OSError:  # it is a mount of its own
-        shutil.copyfile(staging, final)
-        staging.unlink()
+    shutil.move(staging, final, shutil.copyfile)  # a copy, where it is a mount of its own
 
 
 if __name__ == "__main__":

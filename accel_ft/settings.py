@@ -262,7 +262,8 @@ def _parser(config_class: type[Config], prog: str) -> argparse.ArgumentParser:
         if key in GROUPS:
             group = parser.add_argument_group(GROUPS[key])
         about = " ".join((field.description or "").split()).replace("%", "%%")
-        value = "none" if field.default in (None, ()) else field.default
+        value = ",".join(field.default) if isinstance(field.default, tuple) else field.default
+        value = "none" if value in (None, "") else value
         default = "required" if field.is_required() else f"default: {value}"
         metavar, words = type_name(field.annotation), f"{about} ({default})"
         if ",..." in metavar:  # a,b or a b

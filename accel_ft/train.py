@@ -145,8 +145,7 @@ def _describe(config: TrainConfig, label_names: list[str], events: list[dict[str
     from accel_ft.runtime.card import model_card
     from accel_ft.runtime.files import write_whole
 
-    settings = config.resolved(resume_from_checkpoint=None, allow_changed=(), profile=False)
-    told = settings.model_dump(mode="json", exclude_defaults=True)
+    told = config.without_this_start().model_dump(mode="json", exclude_defaults=True)
     for key in ("max_seq_length", "model_name_or_path", "output_dir"):
         told[key] = str(getattr(config, key))
     if "html" in config.report_to:
@@ -180,10 +179,14 @@ def _say_farewell(config: TrainConfig, events: list[dict[str, Any]]) -> None:
     if config.best_metric in METRICS[config.problem_type] and config.best_metric != "loss":
         metric = config.best_metric
     tuned = " (thresholds are tuned on them)" * ("multi_label" in config.problem_type)
-    print(f"{metric} on the validation rows: {events[-1][f'eval_{metric}']:.4f}{tuned}")
+
+    def shown(value: float | None) -> str:
+        return "no number" if value is None else f"{value:.4f}"
+
+    print(f"{metric} on the validation rows: {shown(events[-1][f'eval_{metric}'])}{tuned}")
     for event in events:
         if event["event"] == "test":
-            print(f"{metric} on the test rows: {event[f'test_{metric}']:.4f}")
+            print(f"{metric} on the test rows: {shown(event[f'test_{metric}'])}")
     model, report = config.output_dir / "model", config.output_dir / "report.html"
     place = quote(str(model))
     print(f"model: {model}")

@@ -200,7 +200,4 @@ def _describe(run: Run) -> None:
         "pretrained": load.provenance(config.model_name_or_path),
     }
     write_receipt(run.output_dir / "receipt.json", run.accelerator, about)
-    settings = config.resolved(
-        resume_from_checkpoint=None, allow_changed=(), profile=False, reproduce=None
-    )
-    write_whole(run.output_dir / "config.yaml", settings.to_yaml())
+    write_whole(run.output_dir / "config.yaml", config.without_this_start().to_yaml())

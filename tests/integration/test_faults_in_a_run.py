@@ -224,6 +224,9 @@ LATE = "--save_steps 5 --logging_steps 4 --eval_steps 12".split()  # update 6 is
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read outcomes an update later; the optimizer leaves the weights alone by itself."""
     monkeypatch.setattr(handling, "_is_late", lambda run: True)
+    arrived = SimpleNamespace(synchronize=lambda: None)
+    stream = SimpleNamespace(record_event=lambda: arrived)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
 
 
 def test_read_late_is_the_same_run(

@@ -10,7 +10,7 @@ from conftest import FILLING, WORDS, events_of, job_words
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, pipeline
 
-from accel_ft import load_classifier, train
+from accel_ft import evaluate, load_classifier, train
 from accel_ft.errors import ConfigError
 
 WORDS_OF_ALL = [*FILLING, *(word for group in WORDS.values() for word in group)]
@@ -155,5 +155,13 @@ def test_pad_token_that_the_model_does_not_know(
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     tokenizer.save_pretrained(model)
     known = json.loads((model / "config.json").read_text())["vocab_size"]
-    with pytest.raises(ConfigError, match=f"gives token {known}, its model knows {known}. Fix"):
+    fault = f"gives token {known}, its model knows {known}. Fix"
+    with pytest.raises(ConfigError, match=fault):
         train.main(job_words(model, rows_file, odd_file, tmp_path / "run"))
+    kind = transformers.GPT2ForSequenceClassification
+    names = dict(enumerate(("Business", "Sci/Tech", "Sports", "World")))
+    kind.from_pretrained(model, id2label=names).save_pretrained(model)
+    with pytest.raises(ConfigError, match=fault):
+        load_classifier(model).predict(["a goal", "a long goal"])  # of which one is padded
+    with pytest.raises(ConfigError, match=fault):
+        evaluate.main(["--checkpoint", str(model), "--test_file", str(odd_file)])

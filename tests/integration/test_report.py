@@ -229,6 +229,7 @@ def test_a_run_is_reproduced(
     capsys.readouterr()
     train.main(["--reproduce", str(tmp_path / "run")])
     assert "reproduced: 12 train events, bit for bit" in capsys.readouterr().out
+    assert str(tmp_path / "run`") not in (tmp_path / "run_again/model/README.md").read_text()
     report.main(["--diff", str(tmp_path / "run"), str(tmp_path / "run_again")])
     assert capsys.readouterr().out == "they do not differ\n"
     log = tmp_path / "run_again/metrics.jsonl"
@@ -405,3 +406,13 @@ def test_files_of_a_run_are_read_as_they_are(
     (tmp_path / "run/config.yaml").write_text("a: [")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_record(tmp_path / "run")
+
+
+def test_a_metric_that_is_no_number_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """What comes after it is still done: the push, and the comparison of `--reproduce`."""
+    config = TrainConfig(problem_type="regression", push_to_hub=False)
+    events = [{"event": "test", "test_rmse": None}, {"event": "end", "eval_rmse": 0.5}]
+    train._finish(config, events)
+    told = capsys.readouterr().out
+    assert "rmse on the validation rows: 0.5000" in told
+    assert "rmse on the test rows: no number" in told
