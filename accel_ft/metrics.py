@@ -71,21 +71,19 @@ class Classification(evaluate.Metric):  # type: ignore[misc]
         return {
             "accuracy": float(hits.sum() / len(labels)),
             "f1_macro": float(np.mean(np.array(columns["f1"])[occur])),
-            "matthews_correlation": _matthews_correlation(
-                *(counts.astype(np.float64) for counts in (hits, present, predicted))
-            ),
+            "matthews_correlation": _matthews_correlation(hits, present, predicted),
             "per_class": columns,
         }
 
 
 def _matthews_correlation(
-    hits: NDArray[np.float64], present: NDArray[np.float64], predicted: NDArray[np.float64]
+    hits: NDArray[np.int64], present: NDArray[np.int64], predicted: NDArray[np.int64]
 ) -> float:
     """Of three counts of each class [C], -1 to 1; 0 where labels or predictions are all the same.
 
     Source: Gorodkin, doi:10.1016/j.compbiolchem.2004.09.006.
     """
-    total = present.sum()
+    total = float(present.sum())  # integers to the fourth power would overflow
     both = hits.sum() * total - present @ predicted
     spread = (total**2 - present @ present) * (total**2 - predicted @ predicted)
     return float(both / spread**0.5) if spread > 0 else 0.0

@@ -54,16 +54,13 @@ def load_any(accelerator: Accelerator, folder: Path) -> None:
 
     Shards stay shards; a whole checkpoint that FSDP loads is read by rank 0 and dealt out.
     """
-    scaler = accelerator.scaler
-    if scaler is not None and not (folder / SCALER_NAME).is_file():  # saved without fp16
+    scaler, has_scale = accelerator.scaler, (folder / SCALER_NAME).is_file()
+    if scaler is not None and not has_scale:  # saved without fp16
         logger.info("%s holds no loss scale: it starts anew", folder)
-        accelerator.scaler = None
     elif scaler is not None and accelerator.is_fsdp2:
         scaler._scale = scaler._growth_tracker = None  # accelerate makes both anew, and only once
-    try:
+    with mock.patch.object(accelerator, "scaler", scaler if has_scale else None):
         _load_parts(accelerator, folder)
-    finally:
-        accelerator.scaler = scaler
 
 
 def _load_parts(accelerator: Accelerator, folder: Path) -> None:

@@ -56,8 +56,8 @@ class Classifier:
         """
         load.check_max_seq_length(wanted or 0, self.limit)
         trained = getattr(self.model.config, "max_seq_length", None)
-        can = min(DEFAULT_MAX_SEQ_LENGTH, self.limit or DEFAULT_MAX_SEQ_LENGTH)
-        return wanted or (min(trained, self.limit or trained) if isinstance(trained, int) else can)
+        usual = trained if isinstance(trained, int) else DEFAULT_MAX_SEQ_LENGTH
+        return wanted or min(usual, self.limit or usual)
 
     @property
     def thresholds(self) -> NDArray[np.float64] | None:

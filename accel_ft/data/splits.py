@@ -93,21 +93,27 @@ class Split:
         """Token ids of each, int32 [1, T_i], or [2, T_i] with their types."""
         return [self.store.tokens(row) for row in self.ids(places)]
 
-    def has(self, label_id: int) -> bool:
-        """Whether any row has the label; not for a regression."""
+    def label_ids(self) -> Ids:
+        """The labels that some row has, int64 [<= C]; not for a regression."""
         labels = self.labels(np.arange(len(self), dtype=np.int64))
-        return bool((labels[:, label_id] if labels.ndim > 1 else labels == label_id).any())
+        return np.unique(labels if labels.ndim == 1 else labels.nonzero()[1])
 
     def fingerprint(self) -> str:
         """What the samples are, in words: content hash and range."""
         times = "" if self.repeated is None else f" as {len(self)}"
         return f"{self.store.fingerprint[:16]}[{self.start}:{self.stop}]{times}"
 
-    def is_beside(self, trained: str) -> bool:
-        """Whether rows cut off the front of a store come before those of fingerprint `trained`."""
+    def warn_if_trained_on(self, trained: str) -> None:
+        """Warn unless rows cut off the front of a store come before those of fingerprint
+        `trained`.
+        """
         content, _, start = trained.partition("[")
         is_same = self.store.fingerprint.startswith(content)
-        return is_same and self.stop <= int(start.partition(":")[0])
+        if not is_same or self.stop > int(start.partition(":")[0]):
+            logger.warning(
+                "the validation rows are cut off other training rows than the run's (or cut at "
+                "another max_seq_length): some may have been trained on. Fix: a validation_file"
+            )
 
 
 @dataclass(frozen=True)
@@ -147,10 +153,8 @@ def load_splits(config: TrainConfig, tokenizer: Any, model_labels: Sequence[str]
     splits = _split(stores, names, config)
     train, validation = splits["train"], splits["validation"]
     train.stop = min(train.stop, train.start + (config.max_train_samples or len(train)))
-    labels = validation.labels(np.arange(len(validation), dtype=np.int64))
-    seen = len(names)
-    if config.problem_type != "regression":  # of several labels, those some row has
-        seen = len(np.unique(labels if labels.ndim == 1 else labels.nonzero()[1]))
+    is_regression = config.problem_type == "regression"
+    seen = len(names) if is_regression else len(validation.label_ids())
     if seen < len(names):
         logger.warning(
             "the %d validation rows hold %d of the %d labels: their metrics say little",

@@ -4,7 +4,7 @@ found by writing down what a loop calls, and by comparing gradients.
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from itertools import pairwise
 from typing import Any
@@ -33,9 +33,8 @@ class _Recorder:
         self.events: list[str] = []
         self.depth = 0
         self.outermost: Callable[..., None] = self.backward
-        self.stepped: list[torch.optim.Optimizer] = []
-        self.used: dict[torch.optim.Optimizer, list[tuple[Any, Any, int]]] = {}
-        self.added: set[torch.optim.Optimizer] = set()
+        self.used: dict[Any, tuple[Any, int]] = {}
+        self.added: set[Any] = set()
         self.sums_next = False
 
     def forward(self, model: nn.parallel.DistributedDataParallel) -> None:
@@ -74,48 +73,39 @@ class _Recorder:
 
     def backward(self, *_: Any) -> None:
         """Note a backward pass, and the gradients that a step has used and nothing has cleared."""
-        self.added = {optimizer for optimizer in self.added if _gradients(optimizer)}
-        self.used = {
-            optimizer: [(p, p.grad, _version(p.grad)) for p in _gradients(optimizer)]
-            for optimizer in self.stepped
-        }
+        self.used = {p: (p.grad, _version(p.grad)) for p in _filled(self.used)}
+        self.added = set(_filled(self.added))
         self.events.append(BACKWARD)
         if self.sums_next:
             self.events.append(REDUCE)
             self.sums_next = False
 
     def after_backward(self) -> None:
-        """Keep in mind whose such gradients the pass added to; another's stay as they were."""
-        added = {
-            optimizer
-            for optimizer, used in self.used.items()
-            if any(
-                p.grad is not None and (p.grad is not grad or _version(grad) > version)
-                for p, grad, version in used
-            )
+        """Keep in mind which of these the pass added to; another model's stay as they were."""
+        self.added |= {
+            p
+            for p, (gradient, version) in self.used.items()
+            if p.grad is not None and (p.grad is not gradient or _version(gradient) > version)
         }
-        self.added |= added
-        self.stepped = [one for one, used in self.used.items() if used and one not in added]
-        self.used = {}
 
     def step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Note an optimizer's step, and whether it takes what it had taken before: what another
         model's loss left in this one's gradients may be cleared first.
         """
-        if optimizer in self.added and _gradients(optimizer):
+        taken = _filled(p for group in optimizer.param_groups for p in group["params"])
+        if not self.added.isdisjoint(taken):
             self.events.append(LEFT)
-        self.added.discard(optimizer)
+        self.added.difference_update(taken)
         self.events.append(STEP)
-        self.stepped.append(optimizer)
+        self.used |= dict.fromkeys(taken, (None, 0))
 
     def schedule(self, scheduler: Any, *_: Any) -> None:
         """Note a scheduler's step, and whose it is."""
         self.events.append(f"{SCHEDULE} {id(scheduler)}")
 
 
-def _gradients(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The parameters of an optimizer whose gradients are not all zero."""
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
+def _filled(parameters: Iterable[Any]) -> list[Any]:
+    """Those of the parameters whose gradients are not all zero."""
     return [p for p in parameters if p.grad is not None and bool(p.grad.any())]
 
 

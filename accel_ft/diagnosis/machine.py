@@ -77,10 +77,10 @@ def links(device: torch.device) -> Finding:
         times = []
         for _ in range(5):
             tensor.fill_(1.0)
-            _wait(device)
+            torch.get_device_module(device).synchronize(device)
             start = time.perf_counter()
             dist.all_reduce(tensor)
-            _wait(device)
+            torch.get_device_module(device).synchronize(device)
             times.append(time.perf_counter() - start)
         is_right = bool(torch.all(tensor == count))
         ranks = gather((statistics.median(times), is_right))
@@ -94,11 +94,6 @@ def links(device: torch.device) -> Finding:
         rate = 2 * (count - 1) / count * size / seconds / 1e9
         words.append(f"{size / 1024:,.0f} KiB {seconds * 1e6:,.0f} us ({rate:.2f} GB/s)")
     return Finding.passed(f"{count} ranks: {'; '.join(words)}")
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @check("loader")
@@ -117,7 +112,7 @@ def loader_speed(
     for batch in islice(batches, TIMED_BATCHES + 2):
         arrived = time.perf_counter()
         step(batch)
-        _wait(device)
+        torch.get_device_module(device).synchronize(device)
         done = time.perf_counter()
         waits.append(arrived - start)
         steps.append(done - arrived)

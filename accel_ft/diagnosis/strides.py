@@ -28,11 +28,9 @@ def bucket_strides(parameter: torch.Tensor) -> tuple[int, ...]:
     Source: torch/csrc/distributed/c10d/reducer.cpp, initialize_bucket_views: the parameter's own
         where it covers its memory without gap or overlap, else those of a contiguous tensor.
     """
-    sizes_and_strides = zip(parameter.shape, parameter.stride(), strict=True)
-    reach = 1 + sum((size - 1) * stride for size, stride in sizes_and_strides)
-    if reach == parameter.numel():
-        return parameter.stride()
-    return torch.empty(parameter.shape, device="meta").stride()
+    dense = torch.empty_like(parameter, device="meta").stride()  # as it is, where it is dense
+    plain = torch.empty(parameter.shape, device="meta").stride()
+    return dense if dense == parameter.stride() else plain
 
 
 @check("gradient strides")

@@ -60,35 +60,31 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
         raise DataError(f"the ranks read different rows: {read}. Fix: the same files everywhere")
     stores = [split.store for split in (splits.train, splits.validation, splits.test) if split]
     load.check_tokens(max(tokenizer.pad_token_id, *(s.greatest_id for s in stores)), base)
-    _warn_of_other_labels(config, splits.label_names, load.labels_of(base))
-    if config.best_label not in (None, *splits.label_names):
+    names, best = splits.label_names, config.best_label
+    _warn_of_other_labels(config, names, load.labels_of(base))
+    if best not in (None, *names):
         raise ConfigError(
             f"metric_for_best_model={config.best_metric}: no training row has that label."
-            f"{nearest(str(config.best_label), splits.label_names)} "
-            f"Allowed: {', '.join(splits.label_names[:20])}"
+            f"{nearest(str(best), names)} Allowed: {', '.join(names[:20])}"
         )
-    if config.best_label is not None and not splits.validation.has(
-        splits.label_names.index(config.best_label)
-    ):
+    if best is not None and names.index(best) not in splits.validation.label_ids():
         raise ConfigError(
             f"metric_for_best_model={config.best_metric}: no validation row has that label. "
             "Fix: a validation_file in which some have, or another metric"
         )
-    splits.train.class_weights = class_weights(
-        config.class_weights, splits.train, splits.label_names
-    )
+    splits.train.class_weights = class_weights(config.class_weights, splits.train, names)
     if config.oversampling == "balanced":
-        splits.train.oversample(splits.label_names)
+        splits.train.oversample(names)
     pad = Padding(tokenizer, config.max_seq_length, accelerator.device, is_compiled())
     if config.per_device_train_batch_size == "auto":
         config = fit_micro_batch(config, accelerator, watch, splits, tokenizer, pad)
-    config, accumulation_steps = _resolve_batch(
-        config, accelerator.num_processes, len(splits.train)
-    )
+    num_ranks = accelerator.num_processes
+    config, accumulation_steps = _resolve_batch(config, num_ranks, len(splits.train))
     assert config.global_batch_size is not None
     accelerator.gradient_accumulation_steps = accumulation_steps
-    num_micro_batches = accumulation_steps * accelerator.num_processes
+    num_micro_batches = accumulation_steps * num_ranks
     plan = Plan(len(splits.train), config.global_batch_size, config.seed, splits.train.lengths)
+    places = partial(train_places, plan, num_micro_batches)
     num_steps = config.updates(plan.steps_per_epoch)
     _warn_of_idle_keys(config, num_steps, plan.steps_per_epoch)
     watch.stage("model")
@@ -117,12 +113,7 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
         tokenizer=tokenizer,
         optimizer=optimizer,
         scheduler=scheduler,
-        train_batches=Batches(
-            splits.train,
-            pad,
-            num_steps * num_micro_batches,
-            partial(train_places, plan, num_micro_batches),
-        ),
+        train_batches=Batches(splits.train, pad, num_steps * num_micro_batches, places),
         validation_loader=eval_loader(splits.validation),
         test_loader=None if splits.test is None else eval_loader(splits.test),
         splits=splits,

@@ -43,7 +43,9 @@ def all_finite(run: Run, losses: list[torch.Tensor], grad_norm: torch.Tensor) ->
     late = _is_late(run)
     while len(run.outcomes) > (late and not run.is_due()):
         outcome = run.outcomes[0]
-        *sums, norm = _read(outcome)
+        if outcome.arrived is not None:
+            outcome.arrived.synchronize()
+        *sums, norm = outcome.values.tolist()
         finite = all(map(math.isfinite, sums))
         finite = finite and (math.isfinite(norm) or _is_fp16_overflow(run))
         run.stop_signal, nonfinite = run.watch.agree(run.watch.stop_signal, int(not finite))
@@ -77,17 +79,8 @@ def _measure(run: Run, losses: list[torch.Tensor], grad_norm: torch.Tensor) -> O
     if run.accelerator.num_processes > 1:
         dist.all_reduce(sick, dist.ReduceOp.MAX)
     run.optimizer.optimizer.found_inf = sick
-    if values.device.type != "cuda":
-        return Outcome(run.step, values)
     values = values.to("cpu", non_blocking=True)  # into pinned memory
     return Outcome(run.step, values, torch.cuda.current_stream().record_event())
-
-
-def _read(outcome: Outcome) -> list[float]:
-    if outcome.arrived is not None:
-        outcome.arrived.synchronize()
-    values: list[float] = outcome.values.tolist()
-    return values
 
 
 def _is_fp16_overflow(run: Run) -> bool:
@@ -146,7 +139,7 @@ def _nonfinite_places(run: Run, outcome: Outcome) -> tuple[NDArray[np.int64], li
     mine = micro_batches[run.accelerator.process_index :: run.accelerator.num_processes]
     bad = [
         (places.tolist(), str(loss))
-        for places, loss in zip(mine, _read(outcome)[:-1], strict=True)
+        for places, loss in zip(mine, outcome.values.tolist()[:-1], strict=True)
         if len(places) and not math.isfinite(loss)  # filling has a weight of 0, and NaN x 0 is NaN
     ]
     told = [pair for rank in run.watch.tell(bad) for pair in rank]

@@ -171,10 +171,8 @@ class Run:
         """Continue from a verified checkpoint. Collective."""
         saved = state.read_trainer_state(folder)
         state.check_same_run(folder, saved["identity"], self.identity, self.config.allow_changed)
-        groups, num_saved = (
-            self.scheduler.optimizer.param_groups,
-            len(saved["scheduler"]["base_lrs"]),
-        )
+        groups = self.scheduler.optimizer.param_groups
+        num_saved = len(saved["scheduler"]["base_lrs"])
         if len(groups) != num_saved:  # which torch tells of in as many ways as there are strategies
             raise CheckpointError(
                 f"{folder}: its parameters stand in {num_saved} groups, this job's in "
@@ -226,13 +224,9 @@ class Run:
                 "an update was %d micro-batches on each rank, now it is %d: dropout is drawn "
                 "otherwise", before, parts,
             )  # fmt: skip
-        train, validation = self.splits.train, self.splits.validation
-        are_cut_off = validation.store is train.store
-        if are_cut_off and not validation.is_beside(saved["identity"]["train_data"]):
-            logger.warning(
-                "the validation rows are cut off other training rows than before (or cut at "
-                "another max_seq_length): some may have been trained on. Fix: a validation_file"
-            )
+        validation = self.splits.validation
+        if validation.store is self.splits.train.store:  # cut off them
+            validation.warn_if_trained_on(saved["identity"]["train_data"])
 
     def _keep_best(self, rows: str | None) -> None:
         """Keep the checkpoint's best evaluation where it still says what is asked for. Collective.
@@ -440,8 +434,7 @@ class Run:
     @property
     def protected_step(self) -> int | None:
         """Update of the best checkpoint, where that is to be kept."""
-        keeps_best = self.config.load_best_model_at_end and self.best is not None
-        return self.best["step"] if keeps_best and self.best else None
+        return self.best["step"] if self.best and self.config.load_best_model_at_end else None
 
     def _publish(self, final: Path, protected: int | None) -> None:
         transaction.publish(final)

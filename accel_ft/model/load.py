@@ -99,16 +99,15 @@ def _recorded_sha256(weights: Path, package: str) -> str | None:
 
 def provenance(name: str) -> dict[str, str]:
     """Return a pretrained model's commit on the Hub, or the SHA-256 of its local weight files."""
-    folder, found = Path(resolve(name)), {}
+    folder = Path(resolve(name))
     if not folder.is_dir():
         from transformers.utils.hub import cached_file, extract_commit_hash
 
         with fetching("model_name_or_path", name):
             commit = extract_commit_hash(cached_file(name, "config.json"), None)
         return {} if commit is None else {"commit": commit}
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]):
-        found[path.name] = sha256(path)
-    return found
+    files = sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
+    return {path.name: sha256(path) for path in files}
 
 
 def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
@@ -344,9 +343,8 @@ def _load(key: str, folder: str, **kwargs: Any) -> tuple[Any, list[str]]:
 def _from_pretrained(key: str, folder: str, load: Callable[..., T], **kwargs: Any) -> T:
     with fetching(key, folder):
         for index in Path(folder).glob("*.index.json"):  # sharded weights, followed anywhere
-            for name in (
-                json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values()
-            ):
+            parts = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {})
+            for name in parts.values():
                 if Path(name).name != name:
                     raise ValueError(f"{index.name} names {name!r}, no file of the folder")
         found = load(folder, trust_remote_code=False, **kwargs)  # no code that a model brings along

@@ -24,9 +24,8 @@ def scaled_learning_rate(config: TrainConfig) -> float:
     """
     assert config.global_batch_size is not None
     ratio = config.global_batch_size / config.lr_reference_batch_size
-    return float(
-        config.learning_rate * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[config.lr_scaling]
-    )
+    factors: dict[str, float] = {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}
+    return config.learning_rate * factors[config.lr_scaling]
 
 
 def make_optimizer(

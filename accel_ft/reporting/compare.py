@@ -1,7 +1,7 @@
 """What differs between two runs: settings, data, versions, and the first update that does."""
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
 from accel_ft.reporting.record import Record, scores_of
@@ -24,7 +24,7 @@ def differences(one: Record, other: Record) -> Iterator[Difference]:
             if key.partition(".")[0] not in idle and not _same(a.get(key), b.get(key)):
                 yield f"{name} {key}", a.get(key), b.get(key)
     first, second = (_over_starts(record.receipt["starts"]) for record in (one, other))
-    for key in first.keys() & second.keys():  # receipt and settings are those of the last start
+    for key in sorted(first.keys() & second.keys()):  # all else is the last start's
         if first[key] != second[key] and max(len(first[key]), len(second[key])) > 1:
             yield f"{key}, over all starts", first[key], second[key]
     yield from curves(one, other)
@@ -39,11 +39,7 @@ def _over_starts(starts: list[dict[str, Any]]) -> dict[str, list[Any]]:
     """Return what each start of a run was, one after the other, without repetitions."""
     flat = [_flat({**each, "time": None, "step": None}) for each in starts]
     keys = dict.fromkeys(key for each in flat for key in each)
-    values = {key: [each.get(key) for each in flat] for key in keys}
-    return {
-        key: [v for n, v in enumerate(found) if n == 0 or not _same(v, found[n - 1])]
-        for key, found in values.items()
-    }
+    return {key: [value for value, _ in groupby(each.get(key) for each in flat)] for key in keys}
 
 
 def curves(one: Record, other: Record) -> Iterator[Difference]:

@@ -47,15 +47,9 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
     curves = list(pictures)
     shown = [_about(record) for record in records]
     for number, about in enumerate(shown):
-        if "matrix" in about:
-            pictures[f"confusion_{number}"] = figures.confusion(about["matrix"], about["labels"])
-            about["has_table"] = len(about["labels"]) <= figures.TICKS_AT_MOST
-            if not about["has_table"]:
-                about["confusions"] = _confusions(about["matrix"], about["labels"])
-        if "calibration" in about:
-            pictures[f"reliability_{number}"] = figures.reliability(*about["calibration"])
-        if "values" in about:
-            pictures[f"values_{number}"] = figures.values(*about["values"])
+        for kind in ("confusion", "reliability", "values"):
+            if kind in about:
+                pictures[f"{kind}_{number}"] = getattr(figures, kind)(*about[kind])
     (output / "report").mkdir(parents=True, exist_ok=True)
     images = {}
     for name, figure in pictures.items():
@@ -69,6 +63,7 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
     page = jinja2.Template(template, autoescape=True, trim_blocks=True).render(
         runs=shown, images=images, curves=curves, text=_text,
         metrics=dict.fromkeys(key for run in shown for key in run["scores"]),
+        most=figures.TICKS_AT_MOST,
     )  # fmt: skip
     write_whole(output / "report.html", page)
     return output / "report.html"
@@ -108,18 +103,18 @@ def _about_predictions(record: Record) -> dict[str, Any]:
     names = record.receipt["identity"]["labels"]
     if labels.ndim == 1 and labels.dtype.kind == "f":
         return {"values": (labels, logits[:, 0])}
-    about: dict[str, Any] = {"labels": names}
+    about: dict[str, Any] = {}
     if labels.ndim == 1:
         predicted = logits.argmax(axis=1)
         matrix = confusion_matrix(labels, predicted, len(names))
         hits, present, chosen = np.diag(matrix), matrix.sum(axis=1), matrix.sum(axis=0)
-        about["matrix"] = matrix
-        about["calibration"] = calibration(softmax(logits).max(axis=1), predicted == labels)
+        about |= {"confusion": (matrix, names), "confusions": _confusions(matrix, names)}
+        about["reliability"] = calibration(softmax(logits).max(axis=1), predicted == labels)
     else:
         chances, actual = sigmoid(logits), labels > 0.5
         found = chances >= record.predictions["thresholds"]
         hits, present, chosen = (found & actual).sum(0), actual.sum(0), found.sum(0)
-        about["calibration"] = calibration(chances.ravel(), actual.ravel())
+        about["reliability"] = calibration(chances.ravel(), actual.ravel())
         about["thresholds"] = record.predictions["thresholds"].tolist()
     about["classes"] = [
         {"label": name, "support": count} | intervals(hit, count, predicted, len(labels))

@@ -62,7 +62,6 @@ def locked(folder: Path, path: Path) -> Iterator[None]:
     Raises:
         ConfigError: another process still holds it after half a minute.
     """
-    path.parent.mkdir(exist_ok=True)
     lock = FileLock(path, fallback_to_soft=False)  # a marker would outlive a killed run
     held: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     try:

@@ -59,7 +59,7 @@ def read_request() -> Request:
     """Find what was asked for: in the launcher's command line, else in the environment."""
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     world_size = os.environ.get("WORLD_SIZE")
-    launcher = _launcher_words()
+    launcher = find_launcher()
     if launcher is None:
         asked_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or None
         kind = "FSDP" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else "NO"
@@ -83,10 +83,15 @@ def read_request() -> Request:
     )
 
 
-def _launcher_words() -> tuple[list[str], str] | None:
-    """The words after `accelerate launch` of the nearest such parent, and the folder it is in."""
+def find_launcher(generations: int | None = None) -> tuple[list[str], str] | None:
+    """Return the words after `accelerate launch` of the nearest such parent, and the folder it is
+    in.
+
+    Args:
+        generations: how far up to look; None for all.
+    """
     with contextlib.suppress(psutil.Error):
-        for parent in psutil.Process().parents():
+        for parent in psutil.Process().parents()[:generations]:
             with contextlib.suppress(psutil.Error):
                 if (found := launcher_words(parent.cmdline())) is not None:
                     return found, parent.cwd()
@@ -125,9 +130,8 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
     request = read_request()
     if request.use_cpu:  # FSDP2 and barriers would take the GPUs all the same
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    has_device = torch.accelerator.is_available()
-    _refuse_impossible(request, has_device)
-    on_cpu = bool(request.use_cpu) or not has_device
+    on_cpu = bool(request.use_cpu) or not torch.accelerator.is_available()
+    _refuse_impossible(request, on_cpu)
     # Evaluation and prediction wait for a slow rank, or for what comes on standard input.
     kwargs.setdefault("kwargs_handlers", [InitProcessGroupKwargs(timeout=timedelta(days=1))])
     accelerator = Accelerator(cpu=on_cpu, **kwargs)
@@ -205,17 +209,16 @@ def is_compiled() -> bool:
     return os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
 
 
-def _refuse_impossible(request: Request, has_device: bool) -> None:
+def _refuse_impossible(request: Request, on_cpu: bool) -> None:
     """Stop where accelerate would silently do something else."""
     asked = request.source
-    on_cpu = bool(request.use_cpu) or not has_device
     if os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
         raise LaunchError(
             "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is set and would override the accumulation "
             "steps of the job. Fix: unset it; set global_batch_size or gradient_accumulation_steps "
             "in the job"
         )
-    if request.use_cpu is False and not has_device:
+    if request.use_cpu is False and on_cpu:
         raise LaunchError(
             f"{asked} asks for an accelerator (use_cpu: false), but torch finds none here. "
             "Fix: accelerate_configs/cpu.yaml or cpu_ddp.yaml, or a torch build for your device"

@@ -39,7 +39,7 @@ from accel_ft.errors import (
     RankError,
     leave_last_words,
 )
-from accel_ft.runtime.launch import launcher_words
+from accel_ft.runtime.launch import find_launcher
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,9 @@ class Watch:
         self._killed: dict[int, str] = {}
         self._can_write = True
         self._suspected_since: float | None = None
-        self._launcher = os.getppid() if _has_launcher() else None
+        # Where the parent started the ranks, its end is theirs; not a shell's or the kernel's.
+        is_launched = "TORCHELASTIC_RUN_ID" in os.environ or find_launcher(1) is not None
+        self._launcher = os.getppid() if is_launched else None
         folder.mkdir(parents=True, exist_ok=True)
         if num_ranks > 1:
             self._patient_group = new_host_group(PATIENCE)  # rank 0 may wait for the folder's lock
@@ -410,16 +412,6 @@ def _host() -> str:
     with contextlib.suppress(OSError):
         name += " " + re.sub(r"\D", "", os.readlink("/proc/self/ns/pid"))
     return name
-
-
-def _has_launcher() -> bool:
-    """Whether the parent started the ranks: then its end is theirs; not a shell's or kernel's."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return True
-    with contextlib.suppress(psutil.Error):
-        parent = psutil.Process().parent()
-        return parent is not None and launcher_words(parent.cmdline()) is not None
-    return False
 
 
 def _forget_signals() -> None:

@@ -63,9 +63,9 @@ def test_the_launchers_own_file_does_not_count_under_cpu(
                        "num_processes: 2\nmixed_precision: bf16\nuse_cpu: true\n")  # fmt: skip
     monkeypatch.setattr(launch, "default_config_file", str(default))
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(default))
-    monkeypatch.setattr(launch, "_launcher_words", lambda: (["-m", "accel_ft.train"], "/"))
+    monkeypatch.setattr(launch, "find_launcher", lambda: (["-m", "accel_ft.train"], "/"))
     assert launch.read_request().num_processes == 2
-    monkeypatch.setattr(launch, "_launcher_words", lambda: (["--cpu", "-m", "accel_ft.train"], "/"))
+    monkeypatch.setattr(launch, "find_launcher", lambda: (["--cpu", "-m", "accel_ft.train"], "/"))
     request = launch.read_request()
     assert (request.num_processes, request.mixed_precision) == (None, "no")
 
@@ -102,7 +102,7 @@ def test_the_launchers_file_is_named_from_where_it_was_started(
     """A program may change its folder between two calls."""
     (tmp_path / "mine.yaml").write_text((ROOT / "accelerate_configs/cpu_ddp.yaml").read_text())
     words = ["--config_file", "mine.yaml", "-m", "accel_ft.train"]
-    monkeypatch.setattr(launch, "_launcher_words", lambda: (words, str(tmp_path)))
+    monkeypatch.setattr(launch, "find_launcher", lambda: (words, str(tmp_path)))
     request = launch.read_request()
     assert (request.source, request.num_processes) == ("mine.yaml", 2)
 
@@ -122,10 +122,10 @@ def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     request = replace(launch.read_request(), source="ddp.yaml", use_cpu=False)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    launch._refuse_impossible(request, has_device=True)
+    launch._refuse_impossible(request, on_cpu=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(LaunchError, match="2 processes on this machine, which has 1 devices"):
-        launch._refuse_impossible(request, has_device=True)
+        launch._refuse_impossible(request, on_cpu=False)
 
 
 @pytest.mark.parametrize(
@@ -150,10 +150,10 @@ def test_what_would_be_passed_over_is_refused(
     }
     for name, each in sound.items():
         monkeypatch.setenv(name, each)
-    launch._refuse_impossible(request, has_device=False)
+    launch._refuse_impossible(request, on_cpu=True)
     monkeypatch.setenv(key, value)
     with pytest.raises(LaunchError, match=message):
-        launch._refuse_impossible(request, has_device=False)
+        launch._refuse_impossible(request, on_cpu=True)
 
 
 def test_a_loss_scale_does_not_go_with_offloaded_parameters(
@@ -164,9 +164,9 @@ def test_a_loss_scale_does_not_go_with_offloaded_parameters(
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
-    launch._refuse_impossible(request, has_device=True)
+    launch._refuse_impossible(request, on_cpu=False)
     with pytest.raises(LaunchError, match="with mixed_precision: fp16"):
-        launch._refuse_impossible(replace(request, mixed_precision="fp16"), has_device=True)
+        launch._refuse_impossible(replace(request, mixed_precision="fp16"), on_cpu=False)
 
 
 def test_gloo_groups_have_one_worker(tmp_path: Path) -> None:
