@@ -81,7 +81,8 @@ def layer_depths(model: nn.Module) -> dict[str, int]:
 def allocate_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the moments of an optimizer that has none yet, as they are before the first update.
 
-    torch does so itself when it saves or loads a sharded one, by a step that it then counts.
+    torch does so itself when it saves or loads a sharded one, by a step that it then counts. What
+    is empty, as FSDP1's parameters are outside a rank's shard, has none: torch loads none there.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -92,8 +93,10 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    for state in optimizer.state.values():
+    for parameter, state in list(optimizer.state.items()):
         state["step"].zero_()
+        if parameter.numel() == 0:
+            del optimizer.state[parameter]
 
 
 def make_scheduler(config: TrainConfig, optimizer: torch.optim.Optimizer, num_steps: int) -> Any:

@@ -33,7 +33,8 @@ def configure(accelerator: Accelerator, model: nn.Module) -> None:
     """Settle what the YAML leaves open, before `Accelerator.prepare` shards the model.
 
     The layers to wrap are worked out where none is named. Gradients are reduced in float32, as
-    under DDP; accelerate's policy would reduce them in the compute type.
+    under DDP; accelerate's policy would reduce them in the compute type, and round FSDP1's buffers
+    to it: rotary frequencies, which export and inference then have exact.
     """
     plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
     if accelerator.distributed_type != DistributedType.FSDP:
@@ -53,7 +54,8 @@ def configure(accelerator: Accelerator, model: nn.Module) -> None:
             f"Allowed: {', '.join(layer_classes(model))}, or leave it out"
         )
     if plugin.mixed_precision_policy is not None:
-        policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
+        kept = ("reduce_dtype", "buffer_dtype") if plugin.fsdp_version == 1 else ("reduce_dtype",)
+        policy = replace(plugin.mixed_precision_policy, **dict.fromkeys(kept, torch.float32))
         plugin.mixed_precision_policy = policy
 
 

@@ -8,12 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from conftest import VISIBLE, job_words, launch
-from transformers import AutoModelForSequenceClassification
-
-from accel_ft.engine.step import forward
-from accel_ft.model.first_token import leave_out_the_rest
+from conftest import VISIBLE, job_words, launch, run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,6 +16,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 ONE = ("--num_processes", 1)
+ON_GPU = {"CUDA_VISIBLE_DEVICES": VISIBLE or "0"}
 STRATEGIES = {
     "float32": ("gpu.yaml", "--mixed_precision", "no"),
     "bf16": ("gpu.yaml",),
@@ -35,8 +31,7 @@ STRATEGIES = {
 
 
 def on_gpu(config: str, *words: object, **kwargs: Any) -> subprocess.CompletedProcess[str]:
-    visible = {"CUDA_VISIBLE_DEVICES": VISIBLE or "0"}
-    return launch(config, *words, seconds=400, env=visible, **kwargs)
+    return launch(config, *words, seconds=400, env=ON_GPU, **kwargs)
 
 
 def losses(run: Path) -> list[float]:
@@ -97,15 +92,21 @@ def test_the_doctor_finds_nothing(
     assert "FAIL" not in done.stdout
 
 
+MICRO_BATCH = """
+import sys
+import torch
+from transformers import AutoModelForSequenceClassification
+from accel_ft.engine.step import forward
+from accel_ft.model.first_token import leave_out_the_rest
+model = AutoModelForSequenceClassification.from_pretrained(sys.argv[1]).cuda()
+leave_out_the_rest(model)
+ids = torch.ones(4, 8, dtype=torch.long, device="cuda")
+batch = {"input_ids": ids, "attention_mask": ids.tril()}
+forward(model, batch).sum().backward()  # the first one makes handles and workspaces
+torch.cuda.set_sync_debug_mode("error")
+forward(model, batch).sum().backward()
+"""
+
+
 def test_the_host_does_not_wait_in_a_micro_batch(tiny_model: Path) -> None:
-    model = AutoModelForSequenceClassification.from_pretrained(tiny_model).cuda()
-    leave_out_the_rest(model)
-    ids = torch.ones(4, 8, dtype=torch.long, device="cuda")
-    batch = {"input_ids": ids, "attention_mask": ids.tril()}
-    forward(model, batch).sum().backward()  # the first one makes handles and workspaces
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        forward(model, batch).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+    run("python", "-c", MICRO_BATCH, tiny_model, env=ON_GPU)

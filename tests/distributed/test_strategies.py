@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import yaml
-from conftest import events_of, job_words, launch, run, write_rows
+from conftest import ROOT, events_of, job_words, launch, run, write_rows
 from safetensors.torch import load_file
 from test_ranks import on_ranks
 
@@ -20,6 +20,7 @@ STRATEGIES = {
     "ddp2": (2, "cpu_ddp.yaml"),
     "fsdp2": (2, "cpu_fsdp2.yaml"),
     "fsdp3": (3, "cpu_fsdp2.yaml"),
+    "fsdp1": (2, "fsdp1.yaml"),  # see worker.py
 }
 ADAPTED = {
     "lora": ["--lora_r", "4", "--learning_rate", "0.02"],
@@ -31,6 +32,11 @@ SAVED_AT, LAST = 2, 12  # ten updates follow; none does
 
 def on(strategy: str, folder: Path, *tasks: dict[str, Any]) -> list[Any]:
     ranks, config = STRATEGIES[strategy]
+    if strategy == "fsdp1":  # the shipped one, changed only in what the CPU asks for
+        settings = yaml.safe_load((ROOT / "accelerate_configs" / config).read_text())
+        settings["use_cpu"], settings["fsdp_config"]["fsdp_sync_module_states"] = True, False
+        config = str(folder / config)
+        Path(config).write_text(yaml.safe_dump(settings))
     return on_ranks(ranks, folder, *tasks, config=config)
 
 
@@ -54,7 +60,7 @@ def whole(
         folder = tmp_path_factory.mktemp(strategy)
         words = job_words(still_model, rows_file, odd_file, folder / "run")
         tasks: list[dict[str, Any]] = [{"do": "curve", "words": words}]
-        if strategy.startswith("fsdp"):
+        if strategy in ("fsdp2", "fsdp3"):
             tasks.append(
                 {
                     "do": "shares",
@@ -65,12 +71,12 @@ def whole(
             words = job_words(still_model, rows_file, odd_file, folder / policy)
             words += ["--on_nonfinite", policy, "--save_steps", "3"]
             tasks.append({"do": "sick_curve", "words": words})
-        for name, keys in ADAPTED.items() if strategy != "fsdp3" else ():
+        for name, keys in ADAPTED.items() if strategy not in ("fsdp1", "fsdp3") else ():
             words = job_words(still_model, rows_file, odd_file, folder / name)
             words += [*keys, "--save_steps", str(ADAPTED_SAVED_AT)]
             tasks.append({"do": "curve", "words": words})
         curve, *others = on(strategy, folder, *tasks)
-        shares = [others.pop(0)] if strategy.startswith("fsdp") else []
+        shares = [others.pop(0)] if strategy in ("fsdp2", "fsdp3") else []
         sick = dict(zip(("skip", "rollback"), others[:2], strict=True))
         adapted = dict(zip(ADAPTED, others[2:], strict=False))
         runs[strategy] = Whole(folder / "run", curve, sick, adapted, *shares)
@@ -147,6 +153,7 @@ def test_sharding_is_real(whole: dict[str, Any], strategy: str) -> None:
 
 PAIRS = [(a, b) for a in ("single", "ddp2", "fsdp2") for b in ("single", "ddp2", "fsdp2")]
 PAIRS += [("ddp2", "fsdp3"), ("fsdp3", "single")]
+PAIRS += [("fsdp1", "fsdp1"), ("fsdp1", "single"), ("fsdp1", "fsdp2"), ("fsdp2", "fsdp1")]
 PAIRS.remove(("single", "single"))  # test_run.py
 PAIRS.remove(("ddp2", "ddp2"))  # test_ranks.py
 
@@ -236,7 +243,18 @@ def test_bf16_as_the_yaml_has_it(
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
-@pytest.mark.parametrize("strategy", ["ddp2", "fsdp2"])
+def test_the_doctor_finds_nothing_under_fsdp1(
+    tmp_path: Path, still_model: Path, rows_file: Path, odd_file: Path
+) -> None:
+    words = job_words(still_model, rows_file, odd_file, tmp_path / "run")
+    task = {"do": "examined", "words": words, "json": tmp_path / "found.json"}
+    (found,) = on("fsdp1", tmp_path, task)
+    assert [each for each in found if each["verdict"] == "FAIL"] == []
+    passed = {each["check"] for each in found if each["verdict"] == "PASS"}
+    assert {"resume: optimizer", "resume: the next update"} <= passed
+
+
+@pytest.mark.parametrize("strategy", ["ddp2", "fsdp2", "fsdp1"])
 def test_a_sick_number_of_one_rank_is_seen_by_all(whole: dict[str, Any], strategy: str) -> None:
     """Rank 1's fifth micro-batch: up to it the curve is that of any run, then the update is skipped, or passed over
     after a rollback, by both ranks. Saving before the first update, as rollback does, leaves the curve alone.

@@ -1,24 +1,43 @@
 """Started by `accelerate launch` on N ranks with a JSON file of what to do; rank 0 writes what was seen."""
 
+import contextlib
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 
-from accel_ft import train
+from accel_ft import doctor, train
 from accel_ft.config import TrainConfig
 from accel_ft.engine import loop
 from accel_ft.engine.build import build
 from accel_ft.engine.run import Run
 from accel_ft.engine.step import forward
 from accel_ft.errors import run_command
+from accel_ft.runtime import launch
 from accel_ft.runtime.launch import make_accelerator
 from accel_ft.runtime.watch import Watch
 from accel_ft.settings import parse
+
+
+def allow_fsdp1_on_the_cpu() -> None:
+    """Let FSDP1 train on gloo, which the launch checks refuse: gathering its whole state into memory
+    of the host, as a run does once, at its end, ends the process on the CPU."""
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # accelerate takes FSDP1 for a GPU's
+    launch._refuse_impossible = lambda *_: None
+    kind = FullyShardedDataParallel
+
+    def whole_state(_: Any, model: Any) -> Any:
+        with kind.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
+            return model.state_dict()
+
+    Accelerator.get_state_dict = whole_state
 
 
 def built(words: list[str], accelerator: Any) -> Run:
@@ -128,6 +147,14 @@ def resume_from(task: dict[str, Any]) -> list[list[float]]:
     return logged(output_dir)
 
 
+def examined(task: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the doctor finds."""
+    found = Path(task["json"])
+    with contextlib.suppress(SystemExit):
+        doctor.main([*task["words"], "--json", str(found)])
+    return json.loads(found.read_text()) if make_accelerator().is_main_process else []
+
+
 def shares(task: dict[str, Any]) -> dict[str, Any]:
     """Bytes of parameters and optimizer state that each rank holds, after one update."""
     run = built(task["words"], make_accelerator())
@@ -147,6 +174,8 @@ def shares(task: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    if os.environ.get("FSDP_VERSION") == "1":
+        allow_fsdp1_on_the_cpu()
     task_file = Path(sys.argv[1])
     tasks = json.loads(task_file.read_text())
     results = [globals()[task["do"]](task) for task in tasks]

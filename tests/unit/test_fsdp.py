@@ -42,10 +42,13 @@ def test_layers_of_the_usual_models(kind: str) -> None:
     assert layer_classes(model) == [layer]
 
 
-def test_gradients_are_reduced_in_float32() -> None:
-    """accelerate's bf16 policy would sum them in bf16; DDP sums them in float32."""
+@pytest.mark.parametrize("version", [1, 2])
+def test_gradients_are_reduced_in_float32(version: int) -> None:
+    """accelerate's bf16 policy would sum them in bf16, and round FSDP1's buffers; DDP does neither."""
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
+        fsdp_version=version,
+        auto_wrap_policy="transformer_based_wrap",
+        state_dict_type="SHARDED_STATE_DICT",
     )
     plugin.set_mixed_precision("bf16")
     assert plugin.mixed_precision_policy.reduce_dtype == torch.bfloat16
@@ -58,6 +61,7 @@ def test_gradients_are_reduced_in_float32() -> None:
         configure(accelerator, AutoModelForSequenceClassification.from_config(config))
     policy = plugin.mixed_precision_policy
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
+    assert getattr(policy, "buffer_dtype", torch.float32) == torch.float32
     assert plugin.transformer_cls_names_to_wrap == [layer]
 
 
