@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ROOT, job_words, launch, run, run_hash, write_rows
+from conftest import ROOT, events_of, job_words, launch, run, run_hash, write_rows
 from torch import distributed as dist
 
 from accel_ft import evaluate, predict, train
@@ -81,6 +81,25 @@ def test_a_compiled_run_leaves_a_plain_model(
         "Business",
         "Sci/Tech",
     )
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_compiled_by_inductor(
+    tmp_path: Path, still_model: Path, rows_file: Path, odd_file: Path
+) -> None:
+    """The same numbers, of a batch that is trained on and one that is evaluated."""
+    curves = []
+    for backend in ("no", "inductor"):
+        run = tmp_path / f"run{len(curves)}"
+        words = job_words(still_model, rows_file, odd_file, run)
+        words += "--max_steps 2 --max_seq_length 16 --per_device_train_batch_size 8".split()
+        words += "--per_device_eval_batch_size 99".split()
+        cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "kernels")}
+        options = ("--mixed_precision", "no", "--dynamo_backend", backend)
+        launch("cpu.yaml", *options, "-m", "accel_ft.train", *words, seconds=600, env=cache)
+        keys = ("loss", "grad_norm", "eval_loss")
+        curves.append([event[key] for event in events_of(run) for key in keys if key in event])
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
 
 
 FAULTS = {
