@@ -55,10 +55,10 @@ def load_any(accelerator: Accelerator, folder: Path) -> None:
     Shards stay shards; a whole checkpoint that FSDP loads is read by rank 0 and dealt out.
     """
     scaler, has_scale = accelerator.scaler, (folder / SCALER_NAME).is_file()
-    if scaler is not None and not has_scale:  # saved without fp16
-        logger.info("%s holds no loss scale: it starts anew", folder)
-    elif scaler is not None and accelerator.is_fsdp2:
-        scaler._scale = scaler._growth_tracker = None  # accelerate makes both anew, and only once
+    if scaler is not None:
+        scaler._scale = scaler._growth_tracker = None  # made anew; under FSDP2 only where not there
+        if not has_scale:  # saved without fp16
+            logger.info("%s holds no loss scale: it starts anew", folder)
     with mock.patch.object(accelerator, "scaler", scaler if has_scale else None):
         _load_parts(accelerator, folder)
 
@@ -111,8 +111,13 @@ def _deal_out(accelerator: Accelerator, folder: Path, model: Any, optimizer: Any
         saved = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
         name_of = {id(p): load.plain_name(name) for name, p in model.named_parameters()}
         names = [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        states = {names[number]: values for number, values in saved["state"].items()}
+        for name in set(names) - states.keys():  # no gradient came yet; FSDP wants one of each
+            nothing = torch.zeros_like(weights[name])
+            states[name] = {"step": torch.zeros(()), "exp_avg": nothing}
+            states[name]["exp_avg_sq"] = nothing.clone()
         moments = {
-            "state": {names[number]: values for number, values in saved["state"].items()},
+            "state": states,
             "param_groups": [
                 group | {"params": [names[number] for number in group["params"]]}
                 for group in saved["param_groups"]

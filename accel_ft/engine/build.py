@@ -206,7 +206,7 @@ def _build_model(
         # more depend on them: without one, a run that goes on would add up in another order.
         inputs = {name: value.to(accelerator.device) for name, value in filler.items()}
         forward(model, inputs).sum().backward()  # type: ignore[no-untyped-call]
-        optimizer.zero_grad()
+        optimizer.optimizer.zero_grad()  # accelerate's does nothing where a `fit` was cut short
     set_seed(config.seed, device_specific=True)  # other dropout on every rank
     return model, counts, optimizer, scheduler
 

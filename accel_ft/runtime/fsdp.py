@@ -57,6 +57,8 @@ def configure(accelerator: Accelerator, model: nn.Module) -> None:
         kept = ("reduce_dtype", "buffer_dtype") if plugin.fsdp_version == 1 else ("reduce_dtype",)
         policy = replace(plugin.mixed_precision_policy, **dict.fromkeys(kept, torch.float32))
         plugin.mixed_precision_policy = policy
+        if plugin.fsdp_version == 1:  # what it has not reduced yet, it sums up in the compute type
+            accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
 
 
 def leave_overflows_to_the_scaler(accelerator: Accelerator, optimizer: Any) -> None:

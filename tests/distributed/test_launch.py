@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import yaml
-from conftest import ROOT, job_words, launch, run
+from conftest import ROOT, events_of, job_words, launch, run
 
 # The multi-node ones are tried on two hosts of the test's own: test_two_hosts.py.
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
@@ -130,18 +130,27 @@ def test_fsdp2_of_a_model_it_cannot_shard(
     assert f"error: {told} several places: model.shared, " in done.stderr
 
 
-def test_ddp_of_a_model_with_an_idle_parameter(
-    words: list[str], tmp_path: Path, tiny_model: Path
-) -> None:
-    """XLNet's `mask_emb`: DDP would wait for its gradient, and end at the second update."""
+def test_a_model_with_an_idle_parameter(words: list[str], tmp_path: Path, tiny_model: Path) -> None:
+    """XLNet's `mask_emb`: DDP would wait for its gradient, and end at the second update; AdamW has no moments of it,
+    which FSDP2 wants at a resume."""
     from transformers import AutoTokenizer, XLNetConfig, XLNetModel
 
-    config = XLNetConfig(vocab_size=60, d_model=16, n_layer=1, n_head=2, d_inner=32, pad_token_id=0)
+    sizes = {"vocab_size": 60, "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 32}
+    config = XLNetConfig(**sizes, pad_token_id=0, dropout=0.0, summary_last_dropout=0.0)
     XLNetModel(config).save_pretrained(tmp_path / "xlnet")
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "xlnet")
     job = [*words, "--model_name_or_path", str(tmp_path / "xlnet"), "--max_steps", "4"]
-    done = launch("cpu_ddp.yaml", "--main_process_port", 0, "-m", "accel_ft.train", *job)
+    options = ("--main_process_port", 0, "--mixed_precision", "no", "-m", "accel_ft.train")
+    done = launch("cpu_ddp.yaml", *options, *job)
     assert "no gradient comes to transformer.mask_emb" in done.stderr
+    checkpoint = tmp_path / "run/checkpoints/step_00000002"
+    more = ["--output_dir", str(tmp_path / "fsdp2"), "--resume_from_checkpoint", str(checkpoint)]
+    launch("cpu_fsdp2.yaml", *options, *job, *more)
+    ddp, fsdp2 = (
+        [event["loss"] for event in events_of(tmp_path / name) if event["event"] == "train"]
+        for name in ("run", "fsdp2")
+    )
+    assert fsdp2 == pytest.approx(ddp[2:], rel=1e-5)
 
 
 @pytest.mark.parametrize("size", ["16", "4"])

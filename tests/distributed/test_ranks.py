@@ -15,14 +15,18 @@ WORKER = Path(__file__).parent / "worker.py"
 
 
 def on_ranks(
-    num_ranks: int, folder: Path, *tasks: dict[str, Any], config: str = "cpu_ddp.yaml"
+    num_ranks: int,
+    folder: Path,
+    *tasks: dict[str, Any],
+    config: str = "cpu_ddp.yaml",
+    precision: str = "no",
 ) -> list[Any]:
     """Run the tasks on N ranks and return what rank 0 wrote."""
     folder.mkdir(exist_ok=True)
     file = folder / f"tasks_{num_ranks}.json"
     file.write_text(json.dumps(tasks, default=str))
-    # --mixed_precision no: the ranks' sums are compared bit by bit or at float32's precision
-    launch(config, "--num_processes", num_ranks, "--mixed_precision", "no", WORKER, file)
+    # no: the ranks' sums are compared bit by bit or at float32's precision
+    launch(config, "--num_processes", num_ranks, "--mixed_precision", precision, WORKER, file)
     return json.loads(file.with_suffix(".result").read_text())
 
 

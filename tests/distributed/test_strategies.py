@@ -30,14 +30,14 @@ ADAPTED_SAVED_AT = 5
 SAVED_AT, LAST = 2, 12  # ten updates follow; none does
 
 
-def on(strategy: str, folder: Path, *tasks: dict[str, Any]) -> list[Any]:
+def on(strategy: str, folder: Path, *tasks: dict[str, Any], precision: str = "no") -> list[Any]:
     ranks, config = STRATEGIES[strategy]
     if strategy == "fsdp1":  # the shipped one, changed only in what the CPU asks for
         settings = yaml.safe_load((ROOT / "accelerate_configs" / config).read_text())
         settings["use_cpu"], settings["fsdp_config"]["fsdp_sync_module_states"] = True, False
         config = str(folder / config)
         Path(config).write_text(yaml.safe_dump(settings))
-    return on_ranks(ranks, folder, *tasks, config=config)
+    return on_ranks(ranks, folder, *tasks, config=config, precision=precision)
 
 
 class Whole(NamedTuple):

@@ -1,6 +1,7 @@
 """Started by `accelerate launch` on N ranks with a JSON file of what to do; rank 0 writes what was seen."""
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -10,8 +11,10 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import GradientState
 from accelerate.utils import gather_object
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from accel_ft import doctor, train
 from accel_ft.config import TrainConfig
@@ -38,6 +41,43 @@ def allow_fsdp1_on_the_cpu() -> None:
             return model.state_dict()
 
     Accelerator.get_state_dict = whole_state
+
+
+SCALER: dict[str, Any] = {}  # what a task asks of the loss scaler
+
+
+def allow_fp16_on_the_cpu() -> None:
+    """Give the `Accelerator` what it has on a GPU: autocast, and a loss scaler of the kind it takes there."""
+    launch._refuse_impossible = lambda *_: None
+    make = launch.make_accelerator
+    kind = ShardedGradScaler if os.environ.get("FSDP_VERSION") == "1" else torch.amp.GradScaler
+
+    def with_scaler(**kwargs: Any) -> Accelerator:
+        accelerator = make(**kwargs)
+        accelerator.native_amp, accelerator.scaler = True, kind("cpu", **SCALER)
+        return accelerator
+
+    launch.make_accelerator = with_scaler
+
+
+def scaled(task: dict[str, Any]) -> list[Any]:
+    """By update and rank: loss scale, AdamW's count of steps, a digest of the weights; then what `curve` returns."""
+    SCALER.update(task.get("scaler", {}))
+    after, seen = Run.after_update, []
+
+    def watched(run: Run) -> None:
+        moments = run.optimizer.optimizer.state.values()
+        steps = {float(each["step"]) for each in moments}
+        weights = [getattr(p, "_local_tensor", p).detach() for p in run.model.parameters()]
+        digest = hashlib.sha256(b"".join(each.numpy().tobytes() for each in weights)).hexdigest()
+        seen.append(gather_object([[run.accelerator.scaler.get_scale(), *steps, digest]]))
+        after(run)
+
+    Run.after_update = watched
+    logs = curve(task)
+    Run.after_update = after
+    SCALER.clear()
+    return [seen, logs]
 
 
 def built(words: list[str], accelerator: Any) -> Run:
@@ -67,6 +107,7 @@ def sample_ids(task: dict[str, Any]) -> list[list[list[int]]]:
 
 def curve(task: dict[str, Any]) -> list[list[float]]:
     """Loss and gradient norm of every update of a run."""
+    GradientState()._set_sync_gradients(False)  # as a `fit` leaves it that was cut short
     train.main(task["words"])
     output_dir = Path(task["words"][task["words"].index("--output_dir") + 1])
     return logged(output_dir)
@@ -176,6 +217,8 @@ def main() -> None:
     torch.set_num_threads(1)
     if os.environ.get("FSDP_VERSION") == "1":
         allow_fsdp1_on_the_cpu()
+    if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
+        allow_fp16_on_the_cpu()
     task_file = Path(sys.argv[1])
     tasks = json.loads(task_file.read_text())
     results = [globals()[task["do"]](task) for task in tasks]

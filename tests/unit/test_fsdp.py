@@ -53,8 +53,9 @@ def test_gradients_are_reduced_in_float32(version: int) -> None:
     plugin.set_mixed_precision("bf16")
     assert plugin.mixed_precision_policy.reduce_dtype == torch.bfloat16
     accelerator = SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=plugin), distributed_type=DistributedType.FSDP
-    )
+        state=SimpleNamespace(fsdp_plugin=plugin), distributed_type=DistributedType.FSDP,
+        gradient_state=SimpleNamespace(plugin_kwargs={}),
+    )  # fmt: skip
     with torch.device("meta"):
         settings, layer = MODELS["bert"]
         config = AutoConfig.for_model("bert", **settings)
@@ -62,6 +63,7 @@ def test_gradients_are_reduced_in_float32(version: int) -> None:
     policy = plugin.mixed_precision_policy
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
     assert getattr(policy, "buffer_dtype", torch.float32) == torch.float32
+    assert ("sync_each_batch" in accelerator.gradient_state.plugin_kwargs) == (version == 1)
     assert plugin.transformer_cls_names_to_wrap == [layer]
 
 

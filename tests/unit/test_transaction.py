@@ -188,12 +188,16 @@ def test_a_checkpoint_without_a_loss_scale_loads_under_fp16(
 ) -> None:
     """accelerate would look for the file; the scale starts anew, and is the accelerator's again afterwards."""
     seen = []
-    accelerator = SimpleNamespace(scaler="scaler", is_fsdp2=False)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    accelerator = SimpleNamespace(scaler=scaler)
     monkeypatch.setattr(convert, "_load_parts", lambda a, folder: seen.append(a.scaler))
+    scaler.update(2.0)
     convert.load_any(accelerator, tmp_path)
+    assert scaler.get_scale() == 8.0
     (tmp_path / "scaler.pt").touch()
     convert.load_any(accelerator, tmp_path)
-    assert (seen, accelerator.scaler) == ([None, "scaler"], "scaler")
+    assert (seen, accelerator.scaler) == ([None, scaler], scaler)
 
 
 def test_a_loss_scale_is_loaded_as_often_as_one_likes(
