@@ -113,9 +113,8 @@ def _deal_out(accelerator: Accelerator, folder: Path, model: Any, optimizer: Any
         names = [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
         states = {names[number]: values for number, values in saved["state"].items()}
         for name in set(names) - states.keys():  # no gradient came yet; FSDP wants one of each
-            nothing = torch.zeros_like(weights[name])
-            states[name] = {"step": torch.zeros(()), "exp_avg": nothing}
-            states[name]["exp_avg_sq"] = nothing.clone()
+            zero = torch.zeros_like(weights[name])
+            states[name] = {"step": torch.zeros(()), "exp_avg": zero, "exp_avg_sq": zero.clone()}
         moments = {
             "state": states,
             "param_groups": [

@@ -54,11 +54,12 @@ def configure(accelerator: Accelerator, model: nn.Module) -> None:
             f"Allowed: {', '.join(layer_classes(model))}, or leave it out"
         )
     if plugin.mixed_precision_policy is not None:
-        kept = ("reduce_dtype", "buffer_dtype") if plugin.fsdp_version == 1 else ("reduce_dtype",)
-        policy = replace(plugin.mixed_precision_policy, **dict.fromkeys(kept, torch.float32))
-        plugin.mixed_precision_policy = policy
-        if plugin.fsdp_version == 1:  # what it has not reduced yet, it sums up in the compute type
+        in_float32 = {"reduce_dtype": torch.float32}
+        if plugin.fsdp_version == 1:
+            in_float32["buffer_dtype"] = torch.float32
+            # What it has not reduced yet, it sums up in the compute type.
             accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
+        plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, **in_float32)
 
 
 def leave_overflows_to_the_scaler(accelerator: Accelerator, optimizer: Any) -> None:
