@@ -325,11 +325,13 @@ class TrainConfig(HubConfig, DataConfig):
     resume_from_checkpoint: Annotated[Literal["latest"] | str | None, EXPANDED] = None
     """`latest` (from the beginning where there is no checkpoint yet), or a checkpoint's folder."""
     allow_changed: Names = ()
-    """What may differ between a checkpoint and this job, by name, such as learning_rate,train_data;
-    any other difference ends a resume."""
+    """What may differ between a checkpoint and this job: train_data, labels, or keys that shape
+    training, such as learning_rate (a wrong name is answered with all); any other difference ends a
+    resume."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """When loss or gradients are not finite: stop; skip the update; or rollback to the last
-    checkpoint and pass over that batch. fp16's own overflows are no such case."""
+    checkpoint and pass over that batch. An overflow of fp16 is no such case: the update is left
+    out with a warning."""
     ddp_timeout: int = Field(300, ge=5)
     """Seconds after which a rank that does not come counts as lost. Waiting for rank 0 to tokenise
     or save is not limited; under FSDP, where each rank writes its share, saving is, by half a

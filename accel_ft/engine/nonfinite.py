@@ -47,7 +47,8 @@ def all_finite(run: Run, losses: list[torch.Tensor], grad_norm: torch.Tensor) ->
             outcome.arrived.synchronize()
         *sums, norm = outcome.values.tolist()
         finite = all(map(math.isfinite, sums))
-        finite = finite and (math.isfinite(norm) or _is_fp16_overflow(run))
+        if finite and not math.isfinite(norm):
+            finite = _is_fp16_overflow(run, outcome.step)
         run.stop_signal, nonfinite = run.watch.agree(run.watch.stop_signal, int(not finite))
         run.grad_norm = norm if math.isfinite(norm) else None
         if not nonfinite:
@@ -83,10 +84,16 @@ def _measure(run: Run, losses: list[torch.Tensor], grad_norm: torch.Tensor) -> O
     return Outcome(run.step, values, torch.cuda.current_stream().record_event())
 
 
-def _is_fp16_overflow(run: Run) -> bool:
+def _is_fp16_overflow(run: Run, step: int) -> bool:
     """Whether gradients that are not finite come of the loss scale, which then halves."""
-    scaler = run.accelerator.scaler
-    return scaler is not None and scaler.get_scale() > 1.0
+    scale = run.accelerator.scaler.get_scale() if run.accelerator.scaler is not None else 1.0
+    if scale > 1.0:
+        logger.warning(
+            "update %d: gradients overflow in fp16; it is left out, and the loss scale %g halved",
+            step + 1, scale,
+        )  # fmt: skip
+        run.events.write("overflow", step=step + 1, loss_scale=scale)
+    return bool(scale > 1.0)
 
 
 def may_skip(run: Run) -> bool:

@@ -72,17 +72,18 @@ def test_the_curve_of_float32(
 def test_an_overflow_halves_the_scale_and_leaves_the_rest(
     whole: dict[str, Any], strategy: str
 ) -> None:
-    """On all ranks alike: no step, the same weights; two sound updates double the scale."""
-    _, _, (updates, curve), *_ = whole[strategy]
+    """On all ranks alike: no step, the same weights, a word; two sound updates double the scale."""
+    folder, _, (updates, curve), *_ = whole[strategy]
     scales = [[scale for scale, *_ in ranks] for ranks in updates]
     assert all(scale == ranks[0] for ranks in scales for scale in ranks)
     before = [[SCALER["init_scale"], 0.0, digest] for *_, digest in updates[0]]
-    steps = sound = 0
+    steps, sound, told = 0, 0, []
     for ranks, (loss, norm) in zip(updates, curve, strict=True):
         assert loss == pytest.approx(1.39, abs=0.02)
         overflown = ranks[0][0] < before[0][0]
         assert (norm is None) == overflown
         steps += not overflown
+        told += [(len(told) + steps + 1, before[0][0])] * overflown
         sound = 0 if overflown else sound + 1
         grown = sound == SCALER["growth_interval"]
         sound *= not grown
@@ -92,6 +93,8 @@ def test_an_overflow_halves_the_scale_and_leaves_the_rest(
         before = ranks
     assert 0 < steps < len(updates)
     assert updates[0][0][1] == 0.0
+    events = [each for each in events_of(folder / "run") if each["event"] == "overflow"]
+    assert [(each["step"], each["loss_scale"]) for each in events] == told
 
 
 @pytest.mark.parametrize("strategy", FP16)
