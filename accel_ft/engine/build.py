@@ -44,6 +44,13 @@ IDENTITY_KEYS = {
     "max_grad_norm", "problem_type", "class_weights", "label_smoothing_factor", "oversampling",
     "freeze", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "layerwise_lr_decay",
 }  # fmt: skip
+CHOOSES = ("load_best_model_at_end", "early_stopping_patience")
+NEEDS = {  # keys that do nothing without one of others
+    **dict.fromkeys(("lora_alpha", "lora_dropout", "lora_target_modules"), ("lora_r",)),
+    **dict.fromkeys(("metric_for_best_model", "greater_is_better"), CHOOSES),
+    "early_stopping_threshold": ("early_stopping_patience",),
+    "lr_reference_batch_size": ("lr_scaling",),
+}
 
 
 def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
@@ -86,7 +93,7 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     plan = Plan(len(splits.train), config.global_batch_size, config.seed, splits.train.lengths)
     places = partial(train_places, plan, num_micro_batches)
     num_steps = config.updates(plan.steps_per_epoch)
-    _warn_of_idle_keys(config, num_steps, plan.steps_per_epoch)
+    _warn_of_idle_keys(config, num_steps)
     watch.stage("model")
     model, counts, optimizer, scheduler = _build_model(
         config, accelerator, watch, splits, tokenizer, pad, num_steps
@@ -235,48 +242,14 @@ def _resolve_batch(
     return config.resolved(global_batch_size=size, gradient_accumulation_steps=None), steps
 
 
-def _warn_of_idle_keys(config: TrainConfig, num_steps: int, steps_per_epoch: int) -> None:
+def _warn_of_idle_keys(config: TrainConfig, num_steps: int) -> None:
     """Warn of keys that were set and do nothing in this job."""
-    picks = config.load_best_model_at_end or config.early_stopping_patience
-    idle = {
-        "without lora_r": config.lora_r is None
-        and ("lora_alpha", "lora_dropout", "lora_target_modules"),
-        "with freeze": config.freeze and ("layerwise_lr_decay", "gradient_checkpointing"),
-        "without early_stopping_patience": not config.early_stopping_patience
-        and ("early_stopping_threshold",),
-        "on the model, without load_best_model_at_end or early_stopping_patience": not picks
-        and ("metric_for_best_model", "greater_is_better"),
-        "beside max_steps": config.max_steps and ("num_train_epochs",),
-        "with lr_scaling: none": config.lr_scaling == "none" and ("lr_reference_batch_size",),
-        "but in a multi_label_classification": "multi" not in config.problem_type
-        and ("label_separator",),
-        "without push_to_hub": not config.push_to_hub and ("hub_private_repo",),
-        "but as the model card's name, without push_to_hub": not config.push_to_hub
-        and ("hub_model_id",),
-        "with lr_scheduler_type: constant (constant_with_warmup heeds it)": (
-            config.lr_scheduler_type == "constant" and ("warmup_steps",)
-        ),
-    }
-    neutral = {"layerwise_lr_decay": 1.0, "warmup_steps": 0}  # say what runs in any case
-    for where, keys in idle.items():
-        for key in keys or ():
-            default = TrainConfig.model_fields[key].default
-            if getattr(config, key) not in (default, neutral.get(key, default)):
-                logger.warning("%s has no effect %s", key, where)
+    for key, needed in NEEDS.items():
+        is_set = getattr(config, key) != TrainConfig.model_fields[key].default
+        if is_set and all(getattr(config, each) in (None, False, "none") for each in needed):
+            logger.warning("%s has no effect on training without %s", key, " or ".join(needed))
     if num_steps <= config.warmup_steps and config.lr_scheduler_type != "constant":
         logger.warning(
             "warmup_steps=%g: the run has %d updates, and never comes to its learning_rate",
             config.warmup_steps, num_steps,
-        )  # fmt: skip
-    if num_steps < (config.eval_steps or 0):
-        logger.warning(
-            "eval_steps=%d: the run has %d updates, and is evaluated at its end alone",
-            config.eval_steps, num_steps,
-        )  # fmt: skip
-    num_evals = math.ceil(num_steps / (config.eval_steps or steps_per_epoch))
-    patience = config.early_stopping_patience
-    if patience is not None and num_evals <= patience + 1:  # the first is never worse
-        logger.warning(
-            "early_stopping_patience=%d: the run has %d evaluations, and ends before it can stop",
-            patience, num_evals,
         )  # fmt: skip

@@ -159,7 +159,7 @@ def test_one_rank_of_many(words: list[str], tmp_path: Path, size: str) -> None:
     words = [*words, "--max_steps", "2", "--per_device_train_batch_size", size]
     words += ["--lora_alpha", "32"]
     done = launch("cpu_ddp.yaml", "--num_processes", 1, "-m", "accel_ft.train", *words)
-    assert "lora_alpha has no effect without lora_r" in done.stderr
+    assert "lora_alpha has no effect on training without lora_r" in done.stderr
     assert (tmp_path / "run/model/model.safetensors").is_file()
 
 
