@@ -11,7 +11,6 @@ message means is in `accel_ft.errors`; the doctor's checks, for programs of your
 from __future__ import annotations
 
 import atexit
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["fit", "load_classifier"]
-
-_fitting = threading.Lock()
 
 
 def fit(**settings: Any) -> Path:
@@ -39,21 +36,13 @@ def fit(**settings: Any) -> Path:
         accel_ft.errors.UserError: for what the user can mend.
     """
     from accel_ft.config import TrainConfig
-    from accel_ft.errors import ConfigError, close_process_group
+    from accel_ft.errors import close_process_group
     from accel_ft.settings import checked, settings_to_reproduce
     from accel_ft.train import fit as run
 
     config = checked(TrainConfig, settings, settings_to_reproduce(settings))
-    if not _fitting.acquire(blocking=False):
-        raise ConfigError(
-            "a job is being trained in this process already, and both would draw from the same "
-            "random numbers. Fix: one after the other, or each in a process of its own"
-        )
-    try:
-        run(config)
-        atexit.register(close_process_group)  # not before: another `fit` may follow
-    finally:
-        _fitting.release()
+    run(config)
+    atexit.register(close_process_group)  # not before: another `fit` may follow
     return config.output_dir / "model"
 
 
@@ -73,16 +62,10 @@ def load_classifier(checkpoint: str | Path, **settings: Any) -> Predictor:
     from accelerate.state import GradientState
 
     from accel_ft.config import PredictConfig
-    from accel_ft.errors import ConfigError
     from accel_ft.predict import Predictor
     from accel_ft.runtime.launch import make_accelerator
     from accel_ft.settings import checked, run_settings
 
-    if _fitting.locked():
-        raise ConfigError(
-            "a job is being trained in this process: an Accelerator made beside its own would "
-            "change its gradients. Fix: before or after it, or in a process of its own"
-        )
     settings = settings | {"checkpoint": str(checkpoint), "text": ""}
     config = checked(PredictConfig, settings, run_settings(settings))
     of_process = GradientState()  # whose accumulation steps a second Accelerator replaces

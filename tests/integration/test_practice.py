@@ -296,9 +296,7 @@ def test_a_resume_that_trains_nothing_says_so(
 # From Python
 
 
-def test_fit_and_load_classifier(
-    tmp_path: Path, tiny_model: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fit_and_load_classifier(tmp_path: Path, tiny_model: Path, rows_file: Path) -> None:
     from accel_ft import fit, load_classifier
 
     model = fit(
@@ -317,20 +315,6 @@ def test_fit_and_load_classifier(
         ConfigError, match="learning_rat: unknown key. Did you mean `learning_rate`"
     ):
         fit(learning_rat=1)
-    refused = []
-
-    def second(*_: object) -> None:
-        with pytest.raises(ConfigError, match="trained in this process already"):
-            fit(**job)
-        with pytest.raises(ConfigError, match="an Accelerator made beside its own would change"):
-            load_classifier(model)
-        refused.append(True)
-
-    job = {"output_dir": tmp_path / "two", "train_file": rows_file}
-    with monkeypatch.context() as patch:
-        patch.setattr("accel_ft.train.fit", second)
-        fit(**job)
-    assert refused == [True]
     own = Accelerator(cpu=True, gradient_accumulation_steps=4)
     load_classifier(model)
     assert own.gradient_accumulation_steps == 4
