@@ -112,6 +112,14 @@ class Config(BaseModel):
             raise PydanticCustomError("bool", "{found} given", {"found": str(value).lower()})
         return value
 
+    @field_validator("*")
+    @classmethod
+    def _fits_an_int(cls, value: Any) -> Any:
+        """A number of anything fits 32 bits, as what it is handed to wants it."""
+        if isinstance(value, int) and value >= 2**31:
+            raise PydanticCustomError("less_than", "must be less than 2147483648")
+        return value
+
     def rules(self) -> Iterator[Fault]:
         """Yield what is wrong between keys, or on disk."""
         yield from ()
@@ -300,7 +308,7 @@ class TrainConfig(HubConfig, DataConfig):
     """Multiply the learning rate by this for each layer further down from the head."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, a third more time."""
-    seed: int = Field(42, ge=0, lt=2**31)
+    seed: int = Field(42, ge=0)
     """Seed of the new head, the sample order and dropout."""
     logging_steps: int = Field(20, ge=1)
     """Updates between train events in metrics.jsonl."""

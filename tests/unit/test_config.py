@@ -60,6 +60,7 @@ def test_seeds_leave_room_for_ranks_and_updates() -> None:
     """numpy's end at 2^32, and the rank or the update is added to them."""
     assert train_config("--seed", str(2**31 - 1)).seed == 2**31 - 1
     assert "seed=2147483648" in fault("--seed", str(2**31))
+    assert "max_steps=1000000000000: must be less than" in fault("--max_steps", "1000000000000")
 
 
 def test_options_of_the_launcher_are_told() -> None:
