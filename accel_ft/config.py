@@ -493,8 +493,6 @@ class SearchConfig(Config):
     """accelerate's YAML, which decides the strategy of each trial."""
     num_trials: int = Field(20, ge=1)
     """Trials in all, those of earlier starts of the same study included."""
-    num_startup_trials: int = Field(5, ge=1)
-    """Trials that are never stopped early."""
     parallel_trials: int = Field(1, ge=1)
     """Trials at the same time; each has GPUs of its own, as far as they go round."""
 

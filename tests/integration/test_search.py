@@ -4,13 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
-from threading import Timer
+from threading import Thread, Timer
 
 import psutil
 import pytest
 import yaml
-from conftest import job_words
+from conftest import ROOT, job_words
 from filelock import FileLock
 
 from accel_ft import search, train
@@ -20,28 +21,28 @@ from accel_ft.settings import checked, read_settings
 
 
 def study_in(folder: Path):
-    """The study, read by a connection that is closed after each query."""
     import optuna
-    from sqlalchemy import NullPool
+    from optuna.storages.journal import JournalFileBackend, JournalStorage
 
-    keys = {"poolclass": NullPool}
-    storage = optuna.storages.RDBStorage(f"sqlite:///{folder / 'study.db'}", engine_kwargs=keys)
-    return optuna.load_study(study_name="accuracy", storage=storage)
+    storage = JournalStorage(JournalFileBackend(str(folder / "study.log")))
+    return optuna.create_study(study_name="search", storage=storage, load_if_exists=True)
 
 
-def test_a_rank_that_still_saves_is_at_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its launcher has ended; a trial is at its end when the lock is back, and others are looked at meanwhile."""
-    process = subprocess.Popen(["true"])
-    run = search._Run(None, tmp_path, {}, process)
-    process.wait()
-    assert not search._is_at_work(run)  # it never had a lock
+def states(study) -> list[str]:
+    return [trial.state.name for trial in study.trials]
+
+
+def test_a_rank_holds_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not search._is_locked(tmp_path)  # it never had a lock
     with FileLock(tmp_path / "ranks/lock"):
-        assert search._is_at_work(run)
-        monkeypatch.setattr(search, "SAVE_SECONDS", 0)
-        assert not search._is_at_work(run)
-    assert not search._is_at_work(run)
+        assert search._is_locked(tmp_path)
+    assert not search._is_locked(tmp_path)
+
+    def no_locks(*_: object, **__: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(search, "FileLock", no_locks)  # a file system without
+    assert not search._is_locked(tmp_path)
 
 
 def test_search(tiny_model: Path, rows_file: Path, odd_file: Path, tmp_path: Path) -> None:
@@ -72,12 +73,13 @@ def test_search(tiny_model: Path, rows_file: Path, odd_file: Path, tmp_path: Pat
     ]
     command += ["--output_dir", tmp_path / "search", "--config_file", "accelerate_configs/cpu.yaml"]
     run(*command, "--num_trials", "1")
-    done = run(*command, "--num_trials", "3", "--num_startup_trials", "1", "--parallel_trials", "2")
+    done = run(*command, "--num_trials", "3", "--parallel_trials", "2")
     best = yaml.safe_load((tmp_path / "search/best.yaml").read_text())
     assert best["learning_rate"] in (1e-9, 5e-3)
     assert best["output_dir"] == str(tmp_path / "search/best")
     assert best["train_file"] == str(rows_file)
-    assert done.stdout.count("trial_") == 2  # the first one is remembered
+    assert "[I " not in done.stderr  # Optuna's own words
+    assert done.stdout.count("/trial_") == 2  # the first one is remembered
     assert len(study_in(tmp_path / "search").trials) == 3
     assert best["push_to_hub"] is True
     train.main(["--config", str(tmp_path / "search/best.yaml"), "--push_to_hub", "false"])
@@ -106,35 +108,49 @@ def test_trials_at_the_same_time_have_gpus_of_their_own(
     assert shares(2, 2, "5,7") == ["5", "7"]
     assert shares(2, 4, num_processes=2, gpu_ids="all") == ["0,1", "2,3"]
     assert shares(2, 4, num_processes=4, gpu_ids="0", use_cpu=True) == [None, None]
-    with pytest.raises(ConfigError, match="each has 1 of 2 GPUs, and .* starts 2 processes"):
-        shares(2, 2, num_processes=2)
-    with pytest.raises(ConfigError, match="gpu_ids=0,1 would put all trials"):
-        shares(2, 4, num_processes=2, gpu_ids="0,1")
+    assert shares(1, 4, gpu_ids="0,1") == [None]
+    for gpu_ids in ("0,1", 0):
+        with pytest.raises(ConfigError, match=f"gpu_ids={gpu_ids} would put all trials"):
+            shares(2, 4, num_processes=2, gpu_ids=gpu_ids)
 
 
 STAND_IN = """
-import fcntl, json, os, sys, time, yaml
+import fcntl, json, os, signal, sys, time, yaml
 if "FAILS" in os.environ:
     sys.exit("error: the rows are bad")
 keys = yaml.safe_load(open(sys.argv[sys.argv.index("--config") + 1]))
-if "ALONE" in os.environ:
-    os.close(os.open(keys["output_dir"] + "/at_work", os.O_CREAT | os.O_EXCL))
-events = open(keys["output_dir"] + "/metrics.jsonl", "w", buffering=1)
+folder = keys["output_dir"]
+
+def hold_lock():
+    os.makedirs(folder + "/ranks", exist_ok=True)
+    lock = os.open(folder + "/ranks/lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+
+def save(*_):
+    time.sleep(1)
+    open(folder + "/saved", "w").close()
+    os._exit(75)
+
+if "HAS_A_RANK" in os.environ:
+    if os.fork():
+        os.wait()
+        sys.exit()
+    if "SAVES" in os.environ["HAS_A_RANK"]:
+        signal.signal(signal.SIGTERM, save)
+        hold_lock()
+events = open(folder + "/metrics.jsonl", "w", buffering=1)
 rate = float(keys["learning_rate"])
 for step in range(1, 9):
     score = rate - step / 1000
     events.write(json.dumps({"event": "eval", "step": step, "eval_accuracy": score}) + "\\n")
     time.sleep(0 if rate > 0.5 else 0.3)
 events.write(json.dumps({"event": "end", "step": 8, "eval_accuracy": score}) + "\\n")
-if "ALONE" in os.environ:
-    os.remove(keys["output_dir"] + "/at_work")
 if "LEAVES_ITS_RANK" in os.environ:
-    os.mkdir(keys["output_dir"] + "/ranks")
-    lock = os.open(keys["output_dir"] + "/ranks/lock", os.O_RDWR | os.O_CREAT)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    hold_lock()
     if os.fork() == 0:
-        time.sleep(1)
-        open(keys["output_dir"] + "/saved", "w").close()
+        save()
+if "FAILS_AT_ITS_END" in os.environ:
+    sys.exit(1)
 """
 
 
@@ -146,7 +162,7 @@ def search_of_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     (tmp_path / "job.yaml").write_text("seed: 1\n")
-    space, folder = tmp_path / "space.yaml", tmp_path / "search"
+    space = tmp_path / "space.yaml"
     popen = subprocess.Popen
     monkeypatch.setattr(
         search.subprocess,
@@ -156,13 +172,30 @@ def search_of_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         ),
     )
 
-    def start(lines: str, *words: str):
+    def start(lines: str, *words: str, folder: Path = tmp_path / "search"):
         space.write_text(lines)
         places = ["--job", tmp_path / "job.yaml", "--space", space, "--output_dir", folder]
         search.main([*map(str, places), *words])
         return study_in(folder)
 
     return start
+
+
+def stand_ins(folder: Path) -> list[int]:
+    """Return the processes that train there still."""
+    found = psutil.process_iter(["pid", "cmdline"])  # of one that ended, no words
+    return [p.pid for p in found if str(folder / "stand_in.py") in (p.info["cmdline"] or [])]
+
+
+def signal_when_begun(folder: Path, num_trials: int) -> None:
+    """Send this process SIGTERM once so many trials train."""
+
+    def wait() -> None:
+        while len(list(folder.glob("search/trial_*/metrics.jsonl"))) < num_trials:
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    Thread(target=wait, daemon=True).start()
 
 
 def test_a_search_that_goes_on_tries_other_settings(search_of_stand_ins) -> None:
@@ -176,15 +209,17 @@ def test_a_search_that_goes_on_tries_other_settings(search_of_stand_ins) -> None
 
 def test_a_search_stops_what_is_worse_than_the_median(search_of_stand_ins) -> None:
     space = "learning_rate: [0.1, 0.9]\n"
-    words = ["--num_trials", "6", "--num_startup_trials", "1"]
-    study = search_of_stand_ins(space, *words)
-    states = [(trial.params["learning_rate"], trial.state.name) for trial in study.trials]
-    good = states.index((0.9, "COMPLETE"))
-    assert set(states[good + 1 :]) <= {(0.1, "PRUNED"), (0.9, "COMPLETE")}
-    assert (0.1, "PRUNED") in states
-    search_of_stand_ins("weight_decay: [0.1]\n", "--num_trials", "6")
-    with pytest.raises(ConfigError, match="learning_rate had other choices in the trials of"):
-        search_of_stand_ins("learning_rate: [0.1, 0.5, 0.9]\n", "--num_trials", "7")
+    study = search_of_stand_ins(space, "--num_trials", "12")
+    found = [(trial.params["learning_rate"], trial.state.name) for trial in study.trials]
+    assert len(found) == 12
+    assert {state for _, state in found[:5]} == {"COMPLETE"}  # the first ones are the measure
+    assert {rate for rate, _ in found[:5]} == {0.1, 0.9}
+    assert set(found[5:]) == {(0.1, "PRUNED"), (0.9, "COMPLETE")}
+    search_of_stand_ins(space, "--num_trials", "12")
+    assert len(study.trials) == 12  # those that were stopped count
+    for other in ("learning_rate: [0.1, 0.5, 0.9]\n", "weight_decay: [0.1]\n"):
+        with pytest.raises(ConfigError, match="=.*: was .* in the trials of"):
+            search_of_stand_ins(other, "--num_trials", "13")
 
 
 def test_a_search_of_another_job(search_of_stand_ins, tmp_path: Path) -> None:
@@ -201,38 +236,39 @@ def test_a_search_of_another_job(search_of_stand_ins, tmp_path: Path) -> None:
     assert 0 < found["weight_decay"] < 1  # numbers of the key's kind
     assert isinstance(found["per_device_train_batch_size"], int)
     (tmp_path / "job.yaml").write_text("seed: 1\nfreeze: encoder\nddp_timeout: 9\n")
-    search_of_stand_ins(space, "--num_trials", "1")
+    wider = space.replace("high: 1}", "high: 2}")
+    search_of_stand_ins(wider, "--num_trials", "1")
+    with pytest.raises(ConfigError, match="weight_decay=a log range: was a range in the trials of"):
+        search_of_stand_ins(space.replace("low: 0,", "low: 0.1, log: true,"), "--num_trials", "1")
     (tmp_path / "job.yaml").write_text("seed: 1\nmax_steps: 7\n")
-    with pytest.raises(ConfigError, match="max_steps was None in the trials of"):
+    with pytest.raises(ConfigError, match="max_steps=7: was None in the trials of"):
         search_of_stand_ins(space, "--num_trials", "2")
-    rows, other = tmp_path / "rows.csv", ["--output_dir", str(tmp_path / "other")]
+    rows, other = tmp_path / "rows.csv", tmp_path / "other"
     (tmp_path / "job.yaml").write_text(f"seed: 1\ntrain_file: {rows}\n")
-    for text, error in (("a,b", Exception), ("a,c", ConfigError)):  # the fixture's study is another
-        rows.write_text(f"text,label\n{text}\n")
-        with pytest.raises(error) as caught:
-            search_of_stand_ins("weight_decay: [0.1]\n", "--num_trials", "1", *other)
-    assert "SHA-256 of train_file was" in str(caught.value)  # trials on other rows do not compare
+    rows.write_text("text,label\na,b\n")
+    search_of_stand_ins("learning_rate: [0.9]\n", "--num_trials", "1", folder=other)
+    rows.write_text("text,label\na,c\n")
+    with pytest.raises(ConfigError, match="SHA-256 of train_file=.*: was"):  # they do not compare
+        search_of_stand_ins("learning_rate: [0.9]\n", "--num_trials", "1", folder=other)
 
 
 def test_the_best_job_is_the_one_that_ran(search_of_stand_ins, tmp_path: Path) -> None:
-    """A key that went from the job into the space; a job file that is edited meanwhile."""
+    """A job file that is edited meanwhile; a key that goes from the job into the space."""
     job, folder = tmp_path / "job.yaml", tmp_path / "search?a=1"
-    words = ["--output_dir", str(folder), "--num_trials"]
     job.write_text("seed: 1\nweight_decay: 0.3\n")
-    with pytest.raises(Exception, match="unable to open|does not exist"):  # the fixture's own study
-        search_of_stand_ins("learning_rate: {low: 0.8, high: 0.9}\n", *words, "1")
-    job.write_text("seed: 1\n")
-    timer = Timer(1.0, job.write_text, ("seed: 2\n",))
+    timer = Timer(1.0, job.write_text, ("seed: 2\nweight_decay: 0.3\n",))
     timer.start()
-    space = "learning_rate: {low: 0.1, high: 0.2}\nweight_decay: {low: 0.1, high: 0.2}\n"
-    with pytest.raises(Exception, match="unable to open|does not exist"):
-        search_of_stand_ins(space, *words, "3")
+    space = "learning_rate: {low: 0.1, high: 0.2}\n"
+    search_of_stand_ins(space, "--num_trials", "2", folder=folder)
     timer.join()
-    assert (folder / "study.db").is_file()
+    assert (folder / "study.log").is_file()
     best = read_settings(folder / "best.yaml")
-    assert best["learning_rate"] >= 0.8
     assert (best["weight_decay"], best["seed"]) == (0.3, 1)
     assert {read_settings(each)["seed"] for each in folder.glob("trial_*/job.yaml")} == {1}
+    job.write_text("seed: 1\n")
+    space += "weight_decay: {low: 0.1, high: 0.2}\n"
+    with pytest.raises(ConfigError, match=r"weight_decay=a range: was 0\.3 in the trials of"):
+        search_of_stand_ins(space, "--num_trials", "3", folder=folder)
 
 
 def test_trials_at_the_same_time(search_of_stand_ins) -> None:
@@ -244,42 +280,107 @@ def test_trials_at_the_same_time(search_of_stand_ins) -> None:
     )
 
 
-def test_trials_of_the_same_settings_run_in_turn(
-    search_of_stand_ins, monkeypatch: pytest.MonkeyPatch
+def test_trials_of_the_same_settings_have_their_folders(
+    search_of_stand_ins, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("ALONE", "in its folder")
     words = ["--num_trials", "2", "--parallel_trials", "2"]
     study = search_of_stand_ins("learning_rate: [0.4]\n", *words)
-    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "COMPLETE"]
+    assert states(study) == ["COMPLETE", "COMPLETE"]
+    assert len(list(tmp_path.glob("search/trial_*/metrics.jsonl"))) == 2
 
 
 @pytest.mark.parametrize("at_once", ["1", "2"])
 def test_a_search_that_is_stopped_takes_its_trials_up_again(
-    search_of_stand_ins, monkeypatch: pytest.MonkeyPatch, at_once: str
+    search_of_stand_ins, tmp_path: Path, at_once: str
 ) -> None:
     """SIGTERM, as a scheduler sends it: no trial goes on alone, and none is lost."""
     space, words = "learning_rate: {low: 0.1, high: 0.4}\n", ["--parallel_trials", at_once]
-    timer = Timer(2.0, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
+    signal_when_begun(tmp_path, int(at_once))
     with pytest.raises(KeyboardInterrupt):
         search_of_stand_ins(space, "--num_trials", "2", *words)
-    assert not any("stand_in.py" in " ".join(p.cmdline()) for p in psutil.Process().children())
+    assert not stand_ins(tmp_path)
     study = search_of_stand_ins(space, "--num_trials", "2", *words)
     begun = [t.params["learning_rate"] for t in study.trials if t.state.name == "FAIL"]
     ended = [t.params["learning_rate"] for t in study.trials if t.state.name == "COMPLETE"]
     assert len(begun) == int(at_once)
     assert len(ended) == 2
     assert set(begun) <= set(ended)
+    assert len(list(tmp_path.glob("search/trial_*"))) == 2  # they go on in their folders
 
 
+@pytest.mark.parametrize("rank", ["SAVES", "imports, and has no handler yet"])
+@pytest.mark.parametrize("at_once", ["1", "2"])
+def test_a_search_that_is_stopped_waits_for_the_ranks(
+    search_of_stand_ins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: str, rank: str
+) -> None:
+    """The launcher of one rank ends at SIGTERM at once, and does not pass it on."""
+    monkeypatch.setenv("HAS_A_RANK", rank)
+    signal_when_begun(tmp_path, int(at_once))
+    words = ["--num_trials", at_once, "--parallel_trials", at_once]
+    with pytest.raises(KeyboardInterrupt):
+        search_of_stand_ins("learning_rate: {low: 0.1, high: 0.4}\n", *words)
+    assert not stand_ins(tmp_path)
+    saved = list(tmp_path.glob("search/trial_*/saved"))
+    assert len(saved) == (int(at_once) if rank == "SAVES" else 0)
+    assert set(states(study_in(tmp_path / "search"))) == {"RUNNING"}
+
+
+DEAF = """
+import subprocess, sys
+from accel_ft import search
+
+trial = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+popen = subprocess.Popen
+search.subprocess.Popen = lambda _, **keys: popen([sys.executable, "-c", trial], **keys)
+search.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("at_once", ["1", "2"])
+def test_a_second_signal_ends_the_search_at_once(tmp_path: Path, at_once: str) -> None:
+    """Not one that came twice; and not before the trials' processes had theirs."""
+    pytest.importorskip("optuna")
+    (tmp_path / "job.yaml").write_text("seed: 1\n")
+    (tmp_path / "space.yaml").write_text("learning_rate: [0.4]\n")
+    words = ["--parallel_trials", at_once, "--output_dir", tmp_path / "search"]
+    for key in ("job", "space"):
+        words += [f"--{key}", tmp_path / f"{key}.yaml"]
+    process = subprocess.Popen([sys.executable, "-c", DEAF, *map(str, words)], cwd=ROOT)
+    try:
+        logs = []
+        while len(logs) < int(at_once):
+            assert process.poll() is None
+            time.sleep(0.1)
+            logs = [log for log in tmp_path.glob("search/trial_*/log") if log.stat().st_size]
+        trials = psutil.Process(process.pid).children()
+        for _ in range(2):
+            process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(2)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(2) == 128 + signal.SIGINT
+    finally:
+        process.kill()
+    for trial in trials:
+        trial.kill()
+    assert len(trials) == int(at_once)
+
+
+@pytest.mark.parametrize("at_once", ["1", "2"])
 def test_a_job_that_cannot_run_is_told_once(
-    search_of_stand_ins, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    search_of_stand_ins,
+    tmp_path: Path,
+    at_once: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("FAILS", "1")
+    words = ["--num_trials", "20", "--parallel_trials", at_once]
     with pytest.raises(ConfigError, match="no trial came to its end"):
-        search_of_stand_ins("learning_rate: {low: 0.1, high: 0.9}\n", "--num_trials", "20")
+        search_of_stand_ins("learning_rate: {low: 0.1, high: 0.9}\n", *words)
     told = capsys.readouterr()
-    assert told.out.count("failed: error: the rows are bad (see its log)") == 3
+    assert told.out.count("failed: error: the rows are bad (see its log)") in (3, 2 + int(at_once))
+    assert not stand_ins(tmp_path)
     assert "Traceback" not in told.out + told.err
 
 
@@ -292,35 +393,43 @@ def test_a_trial_ends_when_its_rank_has(
     assert list(tmp_path.glob("search/trial_*/saved"))
 
 
-def test_a_trial_that_a_killed_search_left(
-    search_of_stand_ins, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It holds its folder and ends well: waited for, and counted, whatever its launcher's end was."""
-    space = "learning_rate: [0.9]\n"
-    search_of_stand_ins(space, "--num_trials", "1")
-    (folder,) = tmp_path.glob("search/trial_*")
-    for path in tmp_path.glob("search/study.db*"):
-        path.unlink()
-    (folder / "ranks").mkdir()
+def test_a_trial_that_a_killed_search_left(search_of_stand_ins, tmp_path: Path) -> None:
+    """It holds its folder and ends well: waited for, and gone on with in its folder."""
+    space, folder = "learning_rate: {low: 0.6, high: 0.9}\n", tmp_path / "search/trial_0000"
+    folder.mkdir(parents=True)
+    study = study_in(tmp_path / "search")
+    study.set_user_attr("asked", {})
+    begun = study.ask()
+    begun.suggest_float("learning_rate", 0.6, 0.9)
+    with (tmp_path / "search/study.log").open("a") as file:
+        file.write('{"op_code":')  # a disk was full
     lock = FileLock(folder / "ranks/lock", thread_local=False)
     lock.acquire()
-    (folder / "metrics.jsonl").unlink()  # which a stand-in makes at its start
-    begun = []
-    Timer(2.0, lambda: (begun.append((folder / "metrics.jsonl").exists()), lock.release())).start()
+    seen = []
+    Timer(2.0, lambda: (seen.append((folder / "metrics.jsonl").exists()), lock.release())).start()
     study = search_of_stand_ins(space, "--num_trials", "1")
-    assert begun == [False]
-    assert [trial.state.name for trial in study.trials] == ["COMPLETE"]
+    assert seen == [False]
+    assert states(study) == ["FAIL", "COMPLETE"]
+    assert study.best_params == begun.params
+    assert list(tmp_path.glob("search/trial_*")) == [folder]
 
 
-def test_an_end_counts_whatever_its_process_returned(tmp_path: Path) -> None:
-    optuna = pytest.importorskip("optuna")
-    study = optuna.create_study()
-    process = subprocess.Popen(["false"])
-    process.wait()
-    (tmp_path / "metrics.jsonl").write_text('{"event": "end", "step": 8, "eval_accuracy": 0.5}\n')
-    run = search._Run(study.ask(), tmp_path, {}, process)
-    assert search._tell(study, run, TrainConfig())
-    assert study.trials[0].value == 0.5
+def test_a_search_that_waits_can_be_stopped(search_of_stand_ins, tmp_path: Path) -> None:
+    folder = tmp_path / "search/trial_0000"
+    with FileLock(folder / "ranks/lock"):
+        Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            search_of_stand_ins("learning_rate: [0.9]\n", "--num_trials", "1")
+    assert not (folder / "metrics.jsonl").exists()
+
+
+def test_an_end_counts_whatever_its_process_returned(
+    search_of_stand_ins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAILS_AT_ITS_END", "1")
+    assert states(search_of_stand_ins("learning_rate: [0.9]\n", "--num_trials", "1")) == [
+        "COMPLETE"
+    ]
 
 
 def test_a_space_that_cannot_be(tmp_path: Path) -> None:
