@@ -189,6 +189,7 @@ def load_model_config(folder: str, key: str = "model_name_or_path", **settings: 
 
     config = _from_pretrained(key, folder, AutoConfig.from_pretrained, **settings)
     config.return_dict = True
+    config.get_text_config().use_cache = False  # a decoder's keys and values: nobody reads on
     attention = str(config._attn_implementation)
     if "/" in attention:
         raise ConfigError(
