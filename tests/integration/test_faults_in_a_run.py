@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from conftest import LATEST, ROOT, cut_off, events_of, run_hash
 from filelock import FileLock
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from accel_ft import train
 from accel_ft.checkpoint import state, transaction
@@ -29,6 +31,7 @@ from accel_ft.engine import evaluation, loop
 from accel_ft.engine import nonfinite as handling
 from accel_ft.engine.run import Run
 from accel_ft.errors import CheckpointError, ConfigError, Preempted, RankError, UserError
+from accel_ft.model import load
 from accel_ft.runtime import files
 from accel_ft.runtime.logging import progress_bar, setup_logging
 from accel_ft.runtime.watch import Watch
@@ -238,6 +241,48 @@ def test_read_late_is_the_same_run(
     as_on_a_gpu(monkeypatch)
     train.main([*words, *LATE])
     assert run_hash(tmp_path / "run") == early
+
+
+LOOKS = (
+    "_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_consecutive",
+)  # fmt: skip
+
+
+def test_an_update_asks_nothing_of_the_device(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a value nor a shape that hangs on values: the host would wait for a GPU.
+
+    The attention path is that of a GPU; the first update, in which the loader draws a seed, is not watched.
+    """
+    asked: list[str] = []
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func.name().removeprefix("aten::").split(".")[0] in LOOKS:
+                asked.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    def watched(run: Run) -> None:
+        after = run.after_update
+
+        def unwatched() -> None:
+            with _disable_current_modes():
+                after()
+
+        run.after_update = unwatched  # type: ignore[method-assign]
+        with Watched() if run.step > 0 else nullcontext():
+            update(run)
+        del run.after_update
+
+    update, load_for_training = loop.update, load.load_for_training
+    monkeypatch.setattr(loop, "update", watched)
+    monkeypatch.setattr(load, "load_for_training", lambda *args: load_for_training(*args[:2], None))
+    as_on_a_gpu(monkeypatch)
+    train.main([*words, *LATE, "--per_device_train_batch_size", "4"])
+    assert asked == []
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
