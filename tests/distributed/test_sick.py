@@ -113,11 +113,11 @@ def test_healthy_ranks(tmp_path: Path, config: str) -> None:
 ENDS = {
     "nothing": "2 ranks reached their end",
     "segmentation fault": "rank 1 at stage model at File",
-    "hidden exit": "rank 1 at stage model, ended without a word with exit code 0",
-    "exception": "ValueError: no such layer",
+    "hidden exit": "rank 1 at stage model: ended without a word with exit code 0",
+    "exception": "rank 1 at stage model at File",
     "swallowed exception": "rank 1 had reached its end before",
     "out of data early": "rank 1 had reached its end before",
-    "different collectives": "rank 1 at stage step 2",
+    "different collectives": "a hang: rank 0 at stage step 2",
     "state dict on rank 0 alone": "a hang: rank 0 at stage step 2",
 }
 
@@ -139,9 +139,18 @@ def test_who_ended_where(ends: Path, fault: str) -> None:
     finding = post_mortem(ends / fault, 2, codes)
     assert ENDS[fault] in finding.measured, (finding, codes)
     assert (finding.verdict == "PASS") == (fault == "nothing")
+    first, _, others = finding.measured.partition(", rank ")
+    if "rank 1 at" in ENDS[fault]:  # rank 0 only felt it
+        assert first.startswith("rank 1 at")
+        assert "Connection" in others
+    if fault == "exception":
+        assert "in build_model: ValueError: no such layer" in first
     if fault == "segmentation fault":
-        assert "in build_model" in finding.measured
+        assert "in build_model" in first
         assert signal.Signals(-codes[1]).name == "SIGSEGV"
-        assert "ended by SIGSEGV" in finding.measured
-    if "step 2" in ENDS[fault]:
-        assert "in train" in finding.measured
+        assert first.endswith("ended by SIGSEGV")
+    if "a hang" in ENDS[fault]:
+        assert all("at stage step 2 at File" in words for words in (first, others))
+        assert all("in train: " in words for words in (first, others))
+        assert "in train: Timeout (" in finding.measured  # the other may feel its end
+        assert "TORCH_NCCL_TRACE_BUFFER_SIZE" in finding.mend

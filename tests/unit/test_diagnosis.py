@@ -2,7 +2,9 @@
 
 import contextlib
 import gc
+import json
 import math
+import os
 import random
 import re
 import time
@@ -811,20 +813,41 @@ def test_a_resume_compares_bits_and_ids(tmp_path: Path) -> None:
             assert (findings[f"resume: {part}"].verdict == "FAIL") == broken, findings
 
 
-def test_a_post_mortem_reads_codes_and_other_jobs(tmp_path: Path) -> None:
+def leave(folder: Path, rank: int, stage: str, at: float, log: str = "", error: str = "") -> None:
+    """What a rank writes that began its last stage at `at`, and faulthandler ten seconds later."""
+    path = folder / postmortem.FILE.format(rank)
+    path.write_text(json.dumps({"stage": stage, "at": at, "error": error, "stack": ""}))
+    path.with_suffix(".log").write_text(log)
+    os.utime(path.with_suffix(".log"), (at, at + 10 * bool(log)))
+
+
+def test_a_post_mortem_reads_codes_and_names(tmp_path: Path) -> None:
+    caught(postmortem.post_mortem(tmp_path, 2), "rank 0 never started")
     for rank in range(2):
         with postmortem.Stages(tmp_path, rank, 60), contextlib.suppress(SystemExit):
             raise SystemExit(0)
     well(postmortem.post_mortem(tmp_path, 2))
     caught(
-        postmortem.post_mortem(tmp_path, 2, {0: 0, 1: -11}), "rank 1 at stage end, ended by SIGSEGV"
+        postmortem.post_mortem(tmp_path, 2, {0: 0, 1: -11}),
+        "rank 1 at stage end: ended by SIGSEGV; rank 0 had reached its end before",
     )
-    postmortem.Stages(tmp_path, 0, 60)  # a new job: what the old one left is gone
-    caught(postmortem.post_mortem(tmp_path, 2), "rank 0 never started")
-    (tmp_path / postmortem.LOG.format(0)).write_text(
-        f"{postmortem.STAGE}5.0 model\n{postmortem.STAGE}"
-    )
-    caught(postmortem.post_mortem(tmp_path, 2), "rank 0 at stage model")  # cut off by a full disk
+    with (
+        contextlib.suppress(ValueError, OSError),
+        postmortem.Stages(tmp_path, 1, 60) as stage,
+    ):
+        stage("rows")
+        stage.path.with_suffix(".new").mkdir()  # in the way, as a full disk is
+        stage("model")
+    caught(postmortem.post_mortem(tmp_path, 2), "rank 1 at stage rows: ended without a word")
+
+
+def test_an_exception_is_told_with_its_stage_and_its_own_frame(tmp_path: Path) -> None:
+    with contextlib.suppress(ValueError), postmortem.Stages(tmp_path, 0, 60) as stage:
+        stage("rows")
+        json.loads("{")
+    found = postmortem.post_mortem(tmp_path, 1)
+    caught(found, "rank 0 at stage rows at File", "test_diagnosis.py", "JSONDecodeError: Expecting")
+    assert "/json/" not in found.measured
 
 
 def test_a_crash_is_told_of_the_thread_that_crashed(tmp_path: Path) -> None:
@@ -835,26 +858,33 @@ def test_a_crash_is_told_of_the_thread_that_crashed(tmp_path: Path) -> None:
         'Current thread 0x1 (most recent call first):\n  File "train.py", line 8 in forward\n\n'
     )
     for words in (other + crashed, crashed + other):
-        (tmp_path / "rank_00000.log").write_text(
-            f"{postmortem.STAGE}5.0 step 1\nFatal Python error: Segmentation fault\n\n{words}"
-            "Extension modules: numpy\n"
+        log = f"Fatal Python error: Segmentation fault\n\n{words}Extension modules: numpy\n"
+        leave(tmp_path, 0, "step 1", 5.0, log)
+        where = 'rank 0 at stage step 1 at File "train.py", line 8 in forward: '
+        caught(postmortem.post_mortem(tmp_path, 1, {0: -11}), f"{where}ended by SIGSEGV")
+        caught(
+            postmortem.post_mortem(tmp_path, 1), f"{where}Fatal Python error: Segmentation fault"
         )
-        caught(postmortem.post_mortem(tmp_path, 1, {0: -11}), 'at File "train.py", line 8 in forw')
 
 
 def test_a_hang_that_ends_others(tmp_path: Path) -> None:
     """One rank's limit ends it; the other only feels that, or is ended by the launcher."""
-    for rank, words in ((0, "Timeout (0:01:00)!\nThread 0x1 (most recent call first):\n  File \"train.py\", line 7 in step"),
-                        (1, "raised: RuntimeError: Connection closed by peer")):  # fmt: skip
-        stage = f"{postmortem.STAGE}{2 - rank} step 5\n"
-        (tmp_path / f"rank_{rank:05d}.log").write_text(stage + words)
-    caught(
-        postmortem.post_mortem(tmp_path, 2),
-        'a hang: rank 0 at stage step 5 at File "train.py"',
-        "rank 1 at stage step 5",
-    )
-    (tmp_path / "rank_00001.log").write_text(stage)
-    caught(postmortem.post_mortem(tmp_path, 2, {0: 1, 1: -15}), "a hang: rank 0")
+    hung = 'Timeout (0:00:10)!\nThread 0x1 (most recent call first):\n  File "train.py", line 7 in step'
+    peer = "RuntimeError: Connection closed by peer"
+    words = 'a hang: rank 0 at stage step 5 at File "train.py"', "rank 1 at stage step 5"
+    leave(tmp_path, 0, "step 5", 2.0, hung)
+    leave(tmp_path, 1, "step 5", 12.1, error=peer)
+    caught(postmortem.post_mortem(tmp_path, 2), *words)
+    leave(tmp_path, 1, "step 5", 1.0)
+    caught(postmortem.post_mortem(tmp_path, 2, {0: 1, 1: -15}), *words)
+
+
+def test_a_death_is_told_before_the_hang_it_makes(tmp_path: Path) -> None:
+    """On NCCL the others do not feel it, and wait for the limit of a stage that began earlier."""
+    leave(tmp_path, 0, "step 5", 1.0, "Timeout (0:00:10)!\nThread 0x1 (most recent call first):")
+    leave(tmp_path, 1, "step 5", 1.5)
+    found = postmortem.post_mortem(tmp_path, 2)
+    assert found.measured.startswith("rank 1 at stage step 5: ended without a word"), found
 
 
 def test_the_worst_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

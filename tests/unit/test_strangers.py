@@ -335,7 +335,9 @@ def test_a_launcher_that_ends_the_others_is_no_cause(tmp_path: Path) -> None:
         assert process.wait(60) == -how
         process.stdout.close()
     finding = postmortem.post_mortem(tmp_path, 2)
-    assert finding.measured.startswith("rank 1 at stage work, ended without a word"), finding
+    first, _, second = finding.measured.partition(", rank 0 at stage work")
+    assert first.startswith("rank 1 at stage work: ended without a word"), finding
+    assert second.endswith("in <module>: ended by SIGTERM"), finding
 
 
 def test_signals_that_are_none_of_the_launchers(tmp_path: Path) -> None:
@@ -355,7 +357,7 @@ def test_signals_that_are_none_of_the_launchers(tmp_path: Path) -> None:
         env=environment, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "heard\n"), done
-    assert "Current thread" not in (tmp_path / postmortem.LOG.format(0)).read_text()
+    assert (tmp_path / postmortem.FILE.format(0)).with_suffix(".log").read_text() == ""
     assert is_well(postmortem.post_mortem(tmp_path, 1))
 
 
@@ -385,10 +387,31 @@ def test_names_that_a_function_does_not_read() -> None:
     assert is_well(tensors.shared_modules(Held(around["transform"]), model))
 
 
-def test_a_limit_of_ones_own_is_no_echo(tmp_path: Path) -> None:
-    for rank, words in enumerate(
-        ("TimeoutError: Read timed out", "RuntimeError: Connection closed by peer")
-    ):
-        stage = f"{postmortem.STAGE}{2 - rank} download\n"
-        (tmp_path / postmortem.LOG.format(rank)).write_text(f"{stage}{postmortem.RAISED}{words}\n")
-    assert "TimeoutError: Read timed out" in postmortem.post_mortem(tmp_path, 2).measured
+def test_a_rank_that_is_ended_while_it_says_its_last_words(tmp_path: Path) -> None:
+    """It failed first, waits for rank 0 to speak, and is then ended by the launcher: still the cause."""
+    program = (
+        "import os, signal, sys, time; from pathlib import Path\n"
+        "from accel_ft.diagnosis.postmortem import Stages\n"
+        "rank = int(sys.argv[1])\n"
+        "try:\n"
+        f"    with Stages(Path({str(tmp_path)!r}), rank, 60) as stage:\n"
+        "        stage('download')\n"
+        "        raise TimeoutError('Timeout (of 5 s)') if rank else RuntimeError('Connection closed by peer')\n"
+        "except Exception: print(flush=True)\n"
+        "time.sleep(60)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ranks = []
+    for rank in (1, 0):
+        command = [sys.executable, "-c", program, str(rank)]
+        ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, env=environment))
+        assert ranks[-1].stdout is not None
+        ranks[-1].stdout.readline()
+    for process in reversed(ranks):
+        process.terminate()
+        assert process.wait(60) == -signal.SIGTERM
+        process.stdout.close()
+    for codes in (None, {0: -15, 1: -15}):
+        finding = postmortem.post_mortem(tmp_path, 2, codes)
+        assert finding.measured.startswith("rank 1 at stage download at File"), finding
+        assert "TimeoutError: Timeout (of 5 s), rank 0 at stage download" in finding.measured
