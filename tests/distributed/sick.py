@@ -82,7 +82,6 @@ def same_data():
     return {
         "broken": sampling.training_sampling(unsharded, 20, ids),
         "mended": sampling.training_sampling(sharded, 20, ids, sampler.set_epoch),
-        "no ids": sampling.training_sampling(sharded, 20, before_epoch=sampler.set_epoch),
         "a rank too few": sampling.training_sampling(
             DataLoader(ROWS, 2, sampler=DistributedSampler(ROWS, num_replicas=3, rank=dist.get_rank())), 20, ids,
         ),
@@ -306,16 +305,6 @@ def means_of_means():
 # Programs that are well, and were once condemned.
 
 
-class Flaky(torch.utils.data.Dataset):
-    """Rows that are augmented: other numbers each time."""
-
-    def __len__(self):
-        return 20
-
-    def __getitem__(self, row):
-        return torch.randn(3), row
-
-
 def healthy():
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.distributed.fsdp import fully_shard
@@ -348,15 +337,8 @@ def healthy():
     }
 
 
-def augmented():
-    """Rows that no hash tells apart: who reads all of them is found by the count."""
-    return {
-        "broken": sampling.training_sampling(DataLoader(Flaky(), 4, shuffle=True), 20),
-    }  # fmt: skip
-
-
 CASES = [
-    healthy, augmented,
+    healthy,
     strided, same_data, no_set_epoch, epoch_of_one_rank, padded_evaluation, seeds, drifting_buffer, tampered, skipped_backward, probe,
     late_rank, synchronised_too_often, fresh_state, means_of_means,
 ]  # fmt: skip

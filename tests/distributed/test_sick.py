@@ -70,10 +70,6 @@ def test_healthy_programs_pass(found: dict[str, Any]) -> None:
     assert {finding["verdict"] for finding in cases.values()} == {"PASS"}, cases
 
 
-def test_augmented_rows(found: dict[str, Any]) -> None:
-    assert "the ranks read the same rows" in found["augmented"]["broken"]["measured"]
-
-
 def test_rows_never_read(found: dict[str, Any]) -> None:
     assert "rows are never read" in found["same_data"]["a rank too few"]["measured"]
 

@@ -8,7 +8,6 @@ import os
 import random
 import re
 import time
-from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -375,17 +374,19 @@ def test_random_numbers_that_an_update_does_not_draw(tmp_path: Path) -> None:
 
 def test_rows_that_ranks_share() -> None:
     def verdict(rows: list[list[int]], batch: int, of: int) -> str:
-        ranks = [sampling._Read(names, batch) for names in rows]
-        return sampling._coverage(ranks, of).verdict
+        return sampling._coverage([(numbers, batch) for numbers in rows], of).verdict
 
     draw = np.random.default_rng(0).integers(1000, size=(2, 500)).tolist()
     assert verdict(draw, 16, 1000) == "WARN"  # drawn with replacement, each rank its share
+    assert verdict([draw[0] + draw[1]] * 2, 16, 1000) == "FAIL"  # and here each rank draws them all
     assert verdict([list(range(1000))] * 2, 16, 1000) == "FAIL"
     assert verdict([list(range(64))] * 2, 32, 64) == "FAIL"  # as small as what evening out may cost
     assert (
         verdict([[0, 1, 2], [0, 1, 2]], 4, 3) == "PASS"
     )  # one batch: there is nothing to share out
     assert verdict([list(range(0, 64, 2)), list(range(1, 64, 2))], 32, 64) == "PASS"
+    assert verdict([list(range(64))], 4, 63) == "FAIL"  # numbers that are not those of the rows
+    assert verdict([[], []], 0, 63) == "FAIL"
 
 
 @pytest.mark.parametrize(
@@ -750,18 +751,18 @@ def test_activations_are_let_go() -> None:
     assert sum(type(o) is torch.Tensor for o in gc.get_objects()) <= before + 2
 
 
-def test_rows_of_any_kind() -> None:
-    batch = {
-        "x": torch.zeros(3, 2, dtype=torch.bfloat16),
-        "edges": torch.zeros(2, 7),
-        "step": torch.tensor(1),
-    }
-    assert len(sampling.row_ids(batch)) == 3
-    assert len(sampling.row_ids(defaultdict(list, batch))) == 3  # no kind that can be made anew
-    loader = DataLoader(ROWS, 4)
-    well(sampling.evaluation_sampling(loader, 20))
-    assert sampling.training_sampling([object()] * 3, 3, lambda batch: []).verdict == "SKIP"
-    caught(sampling.training_sampling([object()], 3, lambda batch: batch.missing), "AttributeError")
+def test_rows_without_numbers() -> None:
+    """The error says how to add them, and it works."""
+    loader, numbers = DataLoader(ROWS, 4, shuffle=True), lambda batch: batch[2]
+    for judge in (sampling.training_sampling, sampling.evaluation_sampling):
+        with pytest.raises(
+            ValueError, match=r"no numbers .*StackDataset.*lambda batch: batch\[1\]"
+        ):
+            judge(loader, 20, numbers)
+        numbered = torch.utils.data.StackDataset(ROWS, range(20))
+        well(judge(DataLoader(numbered, 4, shuffle=True), 20, lambda batch: batch[1]))
+        collate = lambda rows: ([row for row, _ in rows], [number for _, number in rows])  # noqa: E731
+        well(judge(DataLoader(numbered, 4, True, collate_fn=collate), 20, lambda batch: batch[1]))
 
 
 def test_a_data_set_that_is_iterable() -> None:

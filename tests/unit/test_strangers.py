@@ -78,13 +78,16 @@ class Unsplit(IterableDataset):
 
 def test_an_epoch_that_is_used_up() -> None:
     finding = sampling.training_sampling(DataLoader(Used(), 4), 20, torch.Tensor.tolist)
-    assert "the second epoch has no rows on rank 0" in finding.measured
+    assert finding.verdict == "FAIL"
+    assert "in the second epoch 20 rows are never read" in finding.measured
+    assert "a new iterator in __iter__" in finding.mend
 
 
 def test_workers_that_read_the_same_rows() -> None:
     loader = DataLoader(Unsplit(), 4, num_workers=2)
     finding = sampling.training_sampling(loader, 20, torch.Tensor.tolist)
-    assert "each rank reads its rows 2 times an epoch" in finding.measured
+    assert finding.verdict == "WARN"
+    assert "20 times a rank reads a row again" in finding.measured
     assert "get_worker_info" in finding.mend
 
 
@@ -92,14 +95,18 @@ def test_rows_drawn_by_weights() -> None:
     weights = [1.0 if row % 10 == 0 else 0.01 for row in range(200)]
     loader = DataLoader(range(200), 4, sampler=WeightedRandomSampler(weights, 200))
     assert sampling.training_sampling(loader, 200, torch.Tensor.tolist).verdict == "WARN"
+    prepared = Accelerator(cpu=True).prepare(loader)
+    assert sampling.training_sampling(prepared, 200, torch.Tensor.tolist).verdict == "WARN"
     drawn = torch.randint(0, 50, (200,), generator=torch.Generator().manual_seed(0)).tolist()
     for rows in ([*range(100), *range(100)], drawn):
         again = DataLoader(rows, 4, shuffle=True)
         assert sampling.training_sampling(again, 200, torch.Tensor.tolist).verdict == "FAIL"
 
 
-def test_numbers_of_rows_as_a_tensor() -> None:
-    """Each of its elements is another object, of another hash."""
+def test_numbers_of_rows_of_any_kind() -> None:
+    """Each element of a tensor is another object, of another hash; a name is none of either."""
+    names = DataLoader([str(row) for row in range(20)], 4, shuffle=True)
+    assert is_well(sampling.training_sampling(names, 20, list))
     loader = DataLoader(range(20), 4, shuffle=True)
     assert is_well(sampling.training_sampling(loader, 20, lambda batch: batch))
     seedable = DataLoaderConfiguration(use_seedable_sampler=True)  # whose order goes by the epochs
@@ -108,21 +115,21 @@ def test_numbers_of_rows_as_a_tensor() -> None:
     assert prepared.iteration == 0
     half = DataLoader([*range(50)] * 2, 4, shuffle=True)
     assert "50 rows are never read" in sampling.training_sampling(half, 100, iter).measured
-    texts = [torch.arange(3 + n % 7) + 10 * n for n in range(40)]  # as a tokenizer's collator pads
+    less = DataLoader(range(50), 4, shuffle=True)
+    found = sampling.training_sampling(less, 100, iter)
+    assert (found.verdict, "50 rows are never read" in found.measured) == ("FAIL", True)
+    dropping = DataLoader(range(103), 4, shuffle=True, drop_last=True)
+    assert is_well(sampling.training_sampling(dropping, 103, iter))
+    assert "drop_last" in sampling.evaluation_sampling(dropping, 103, iter).mend
 
-    def pad(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
-        return {"input_ids": padded, "attention_mask": (padded >= 0).long()}
 
-    loader = DataLoader(texts, 4, shuffle=True, collate_fn=pad)
-    assert is_well(sampling.training_sampling(loader, 40))
-    loader = DataLoader(texts, 4, shuffle=True, collate_fn=lambda rows: pad(rows)["input_ids"])
-    assert sampling.training_sampling(loader, 40).verdict == "SKIP"
-    half = DataLoader(texts[:20] * 2, 4, shuffle=True, collate_fn=pad)
-    assert "20 rows are never read" in sampling.training_sampling(half, 40).measured
-    some = [*range(95), *range(8)]  # eight are equal to others, and the end is dropped
-    loader = DataLoader(some, 4, shuffle=True, drop_last=True)
-    assert sampling.training_sampling(loader, 103, iter).verdict == "WARN"
+def test_padding_that_accelerate_drops() -> None:
+    """Whether the loop gathers with `gather_for_metrics` is not seen from here."""
+    padded = DataLoader([*range(19), 0], 4)
+    assert sampling.evaluation_sampling(padded, 19, iter).verdict == "FAIL"
+    padded.gradient_state = None  # as its loaders have one
+    finding = sampling.evaluation_sampling(padded, 19, iter)
+    assert (finding.verdict, "gather_for_metrics" in finding.mend) == ("WARN", True)
 
 
 # Tensors where they do not belong.
