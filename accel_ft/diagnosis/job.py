@@ -281,7 +281,7 @@ def _on_a_plain_model(run: Run, config: TrainConfig, capacity: int) -> Iterator[
         config: of the job.
         capacity: bytes of a rank's device.
     """
-    accelerator, device = run.accelerator, run.accelerator.device
+    device = run.accelerator.device
     model, drawn = plain_model(run.config, device, run.splits.label_names, run.tokenizer)
     model.to(device).train()
     yield _fit(run, config, model, capacity)
@@ -295,19 +295,6 @@ def _on_a_plain_model(run: Run, config: TrainConfig, capacity: int) -> Iterator[
     yield replicas.used_parameters(model, loss)
     yield strides.gradient_strides(model, loss)
     yield tensors.in_place(model, loss)
-    # At once it may not fit: cut in another way, a sum that depends on the cut differs too.
-    whole = run.plan.global_batch(0)
-    cut_otherwise = [whole[start :: len(parts)] for start in range(len(parts))]
-    if accelerator.mixed_precision == "fp16":
-        yield Finding("accumulated gradient", Verdict.SKIP, FP16)
-    else:
-        tolerance = TOLERANCE[accelerator.mixed_precision]
-        yield accumulation.accumulated_gradient(
-            model,
-            lambda: _backward(run, model, 0, parts),
-            lambda: _backward(run, model, 0, cut_otherwise),
-            tolerance,
-        )
     first = _backward(run, model, 0, parts)
     if run.config.problem_type == "regression":
         yield Finding("initial loss", Verdict.SKIP, "nothing is known of a regression's")
@@ -454,7 +441,9 @@ def _on_the_loop(run: Run) -> Iterator[Finding]:
 
 
 def _alone(run: Run) -> list[tuple[float, float]]:
-    """Loss and gradient norm of the run's updates, on one process."""
+    """Loss and gradient norm of the run's updates, on one process. Each is cut in another way than
+    the run's, so that a loss that depends on the cut differs too; at once it may not fit.
+    """
     config, device = run.config, run.accelerator.device
     model, _ = plain_model(config, device, run.splits.label_names, run.tokenizer)
     _without_dropout(model.to(device).train())
@@ -464,7 +453,9 @@ def _alone(run: Run) -> list[tuple[float, float]]:
     scheduler = make_scheduler(config, optimizer, run.num_steps)
     seen = []
     for step in range(run.num_steps):
-        parts = run.plan.micro_batches(step, run.num_micro_batches)
+        whole = run.plan.global_batch(step)
+        num_parts = min(run.num_micro_batches, len(whole))
+        parts = [whole[start::num_parts] for start in range(num_parts)]
         loss = _backward(run, model, step, parts)
         limit = config.max_grad_norm or float("inf")
         norm = nn.utils.clip_grad_norm_(model.parameters(), limit)

@@ -136,6 +136,18 @@ def mean_of_means(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "weighted_loss", lambda *args: ours(*args) / len(args[1]) * 8)
 
 
+def weighed_by_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss that every path shares, and that depends on how an update is cut: class weights as torch has them."""
+    ours = loop.weighted_loss
+
+    def broken(*args: Any) -> torch.Tensor:
+        _, labels, weights, _ = args
+        return ours(*args) * weights.sum() / ((1 + labels) * weights).sum()
+
+    for module in (loop, job):
+        monkeypatch.setattr(module, "weighted_loss", broken)
+
+
 def same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every micro-batch is the first."""
     monkeypatch.setattr(
@@ -189,7 +201,7 @@ def strangers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 BROKEN = {
-    mean_of_means: "one against many", same_rows: "training rows", no_schedule: "resume: scheduler",
+    mean_of_means: "one against many", weighed_by_micro_batch: "one against many", same_rows: "training rows", no_schedule: "resume: scheduler",
     no_random_numbers: "resume: random numbers", next_epoch: "resume: position in the data",
     strangers: "optimizer's parameters",
 }  # fmt: skip
