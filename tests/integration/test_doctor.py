@@ -2,18 +2,20 @@
 
 import json
 import os
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import job_words, untimed_verdicts
+from conftest import job_words, launch, untimed_verdicts
 
 from accel_ft import doctor, train
 from accel_ft.checkpoint import convert
 from accel_ft.data import loader
-from accel_ft.diagnosis import job, machine
+from accel_ft.diagnosis import job
 from accel_ft.diagnosis.finding import Finding
 from accel_ft.engine import build, loop
 from accel_ft.engine.run import Run
@@ -117,17 +119,39 @@ def test_faults_of_the_user_are_findings(tmp_path: Path, tiny_model: Path) -> No
     assert "every row has the label 'x'" in found["set-up"]["measured"]
 
 
-def test_a_check_that_fails_itself_is_a_finding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def broken() -> None:
-        raise ValueError("what nobody thought of\nand more")
-
-    monkeypatch.setattr(machine, "clocks", broken)
-    code, found = examined(tmp_path)
-    assert (code, found["examination"]["verdict"]) == (1, "FAIL")
-    assert found["examination"]["measured"] == "ValueError: what nobody thought of"
-    assert "in broken" in capsys.readouterr().err
+def test_a_check_that_fails_itself(tmp_path: Path) -> None:
+    """On one rank of two: no rank waits for it, its traceback is shown, or is in the log that is named, and what is
+    left does not read as all well.
+    """
+    broken = tmp_path / "broken.py"
+    broken.write_text(
+        "import os\n"
+        "from accel_ft import doctor\n"
+        "from accel_ft.diagnosis import machine, tensors\n"
+        "from accel_ft.errors import run_command\n"
+        "where, rank = os.environ['BROKEN'].split()\n"
+        "def broken(*_): raise ValueError('what nobody thought of')\n"
+        "if rank == os.environ['RANK']: setattr(*{'early': (machine, 'clocks'), 'late': (tensors, 'in_place')}[where], broken)\n"
+        "run_command(doctor.main)\n"
+    )
+    for where in ("early 1", "late 1"):
+        file, begun = tmp_path / "found.json", time.monotonic()
+        done = launch(
+            "cpu_ddp.yaml", "--mixed_precision", "no", broken, "--json", file, "--output_dir", tmp_path / "x",
+            env={"BROKEN": where}, check=False,
+        )  # fmt: skip
+        assert done.returncode == 1
+        assert time.monotonic() - begun < 50  # the ranks' limit is 60
+        logs = [
+            Path(log).read_text()
+            for log in re.findall("Its log: (.+)", done.stderr)
+            if Path(log).exists()
+        ]
+        assert "in broken" in "".join([done.stderr, *logs])
+        assert "ValueError: what nobody thought of" in done.stderr
+        *others, last = json.loads(file.read_text())
+        assert (last["check"], last["verdict"]) == ("examination", "FAIL"), last
+        assert "versions" in {finding["check"] for finding in others}
 
 
 def mean_of_means(monkeypatch: pytest.MonkeyPatch) -> None:
