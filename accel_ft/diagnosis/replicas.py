@@ -1,5 +1,6 @@
 """Replicas that are not: parameters, buffers or gradients that differ between ranks."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -38,19 +39,6 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _differing(tensors: Tensors) -> tuple[list[str], int, list[int]]:
-    """Names that differ, how many there are, and the ranks that differ from the majority."""
-    ranks = gather({name: digest(tensor) for name, tensor in tensors})
-    names = list(dict.fromkeys(name for rank in ranks for name in rank))
-    differing = [name for name in names if len({rank.get(name) for rank in ranks}) > 1]
-    odd = set()
-    for name in differing:
-        seen = [rank.get(name) for rank in ranks]
-        usual = max(set(seen), key=lambda value: (seen.count(value), value == seen[0]))
-        odd |= {number for number, value in enumerate(seen) if value != usual}
-    return differing, len(names), sorted(odd)
-
-
 def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP, of either version, or another scheme has given each rank a share."""
     shares = any(hasattr(parameter, "to_local") for parameter in model.parameters())
@@ -62,11 +50,18 @@ def _alike(model: nn.Module, tensors: Tensors, mend: str) -> Finding:
         return Finding.skipped("one process: nothing to compare with")
     if is_sharded(model):
         return Finding.skipped("each rank holds its own share under FSDP")
-    differing, count, odd = _differing(tensors)
-    if differing:
-        words = f"{len(differing)} of {count} differ, on rank {listed(odd)}; the first is"
-        return Finding.failed(f"{words} {differing[0]}", mend)
-    return Finding.passed(f"{count} tensors have the same bits on every rank")
+    ranks = gather({name: digest(tensor) for name, tensor in tensors})
+    names = dict.fromkeys(name for rank in ranks for name in rank)
+    seen = {name: [rank.get(name) for rank in ranks] for name in names}
+    differing = [name for name in seen if len(set(seen[name])) > 1]
+    if not differing:
+        return Finding.passed(f"{len(seen)} tensors have the same bits on every rank")
+    odd: set[int] = set()
+    for name in differing:
+        usual = Counter(seen[name]).most_common(1)[0][0]  # of as many, rank 0's
+        odd |= {number for number, value in enumerate(seen[name]) if value != usual}
+    words = f"{len(differing)} of {len(seen)} differ, on rank {listed(sorted(odd))}; the first is"
+    return Finding.failed(f"{words} {differing[0]}", mend)
 
 
 @check("same weights")
@@ -86,16 +81,12 @@ def same_buffers(model: nn.Module) -> Finding:
 
     DDP sends rank 0's before each forward pass, which may then change them on each rank: no fault.
     """
-    sent: set[int] = set()
-    sends = False
-    for module in model.modules():
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            keys = ("broadcast_buffers", "forward_sync_buffers")
-            if any(getattr(module, key, False) for key in keys):
-                sends = True
-                sent |= {id(buffer) for buffer in module.buffers()}
+    keys = {"broadcast_buffers", "forward_sync_buffers"}  # torch's older and newer name
+    wrapped = [m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
+    sending = [m for m in wrapped if any(vars(m).get(key) for key in keys)]
+    sent = {id(buffer) for m in sending for buffer in m.buffers()}
     kept = [(name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in sent]
-    if sends and not kept:
+    if sent and not kept:
         return Finding.passed("DDP sends rank 0's before each forward pass")
     return _alike(
         model,

@@ -315,6 +315,23 @@ def test_buffers_of_wrapped_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [nn.parallel.DistributedDataParallel(small_model(nn.BatchNorm1d(8))) for _ in "ab"]
     for model in (nn.ModuleList(parts), torch.compile(parts[0], backend="eager")):
         assert "DDP sends rank 0's" in replicas.same_buffers(model).measured
+    with torch.no_grad():  # what DDP takes for a reason not to send them this time
+        parts[0](X)
+    assert not parts[0].will_sync_module_buffers()
+    assert "DDP sends rank 0's" in replicas.same_buffers(parts[0]).measured
+    parts[1].forward_sync_buffers = parts[1].broadcast_buffers = False
+    assert "3 tensors have the same bits" in replicas.same_buffers(parts[1]).measured
+    apart = nn.ModuleList([parts[0], nn.BatchNorm1d(8)])
+    assert "3 tensors have the same bits" in replicas.same_buffers(apart).measured
+
+
+def test_the_rank_that_differs_from_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "num_ranks", lambda: 3)
+    for others, odd in (("aa", 0), ("wa", 2), ("aw", 1), ("ab", "1, 2")):
+        ranks = [{"x": "w"}, *({"x": value} for value in others)]
+        monkeypatch.setattr(replicas, "gather", lambda _, ranks=ranks: ranks)
+        found = replicas.same_weights(nn.Linear(1, 1))
+        assert found.measured == f"1 of 1 differ, on rank {odd}; the first is x"
 
 
 # Ends.
