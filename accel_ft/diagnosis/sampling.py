@@ -52,8 +52,8 @@ def training_sampling(
         before_epoch: what the loop itself does first in each epoch, such as `set_epoch`.
 
     Returns:
-        FAIL where ranks read the same rows, rows are missing, or both epochs have one order; WARN
-        where a rank reads rows again. The random numbers are as before, the epoch is 0.
+        FAIL where ranks read the same rows, rows are missing, or both epochs have one order, and
+        where a rank reads all its rows as many times; WARN where it reads some again. The random numbers are as before, the epoch is 0.
         Rows that are left out or repeated at the end of an epoch, fewer than one batch of all
         ranks, are no fault.
 
@@ -119,7 +119,8 @@ def _coverage(ranks: Ranks, num_samples: int, loader: Any = None) -> Finding:
         )
     by_weight = any(isinstance(each, WeightedRandomSampler) for each in holders(loader))
     if again > room and (by_weight or missing <= DRAWN_WITH_REPLACEMENT * num_samples):
-        return Finding.warned(
+        alike = all(len(set(read.values())) == 1 for read in rows)  # which a draw is not
+        return (Finding.failed if alike else Finding.warned)(
             f"{again} times a rank reads a row again, {missing} are never read; {about}",
             "drawn with replacement, that is so; each worker of an IterableDataset its share "
             "(torch.utils.data.get_worker_info())",
