@@ -351,7 +351,9 @@ def test_overflow_of_fp16_is_no_sickness(
     loss: float, norm: float, scale: float | None, finite: bool
 ) -> None:
     scaler = None if scale is None else SimpleNamespace(get_scale=lambda: scale)
+    told: list[str] = []
     run: Any = SimpleNamespace(
+        events=SimpleNamespace(write=lambda event, **_: told.append(event)),
         step=0, is_due=lambda: True, config=SimpleNamespace(on_nonfinite="stop"),
         accelerator=SimpleNamespace(scaler=scaler, device=torch.device("cpu"), num_processes=1),
         watch=SimpleNamespace(stage=lambda *_, **__: None, stop_signal=0, agree=lambda *n: list(n)),
@@ -359,6 +361,7 @@ def test_overflow_of_fp16_is_no_sickness(
     )  # fmt: skip
     assert handling.all_finite(run, [torch.tensor(loss)], torch.tensor(norm)) is finite
     assert run.loss_sum == (loss if finite else 0.0)
+    assert told == ["overflow"] * (finite and norm == float("inf"))
 
 
 @pytest.mark.parametrize("step", [6, 12])
