@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except Preempted as error:
         raise Preempted("the examination was stopped before its end") from error
     except UserError as error:
-        note(Finding("set-up", Verdict.FAIL, str(error), "as it says"))
+        note(Finding("set-up", Verdict.FAIL, str(error)))
     findings.pop()
     write()
     counts = {verdict: sum(f.verdict is verdict for f in findings) for verdict in Verdict}

@@ -132,6 +132,7 @@ class _Search:
         with contextlib.suppress(Interrupted):
             study.optimize(self.try_out, max(left, 0), n_jobs=len(self.shares), catch=(Failed,))
         if self.interrupted_at:
+            print("the same command goes on", file=sys.stderr, flush=True)
             raise KeyboardInterrupt
         if not study.get_trials(states=(state.COMPLETE,)):
             raise ConfigError(f"{place}: no trial came to its end")
@@ -201,6 +202,8 @@ class _Search:
         """Run a trial's job until it ends, is worse than the median, or a signal comes; return
         whether it was worse.
         """
+        if _is_locked(folder):
+            print(f"{folder}: still trains for a search that was killed: waiting", flush=True)
         while _is_locked(folder) and not self.interrupted_at:  # a killed search has left it
             time.sleep(POLL_SECONDS)
         if self.interrupted_at:
@@ -209,6 +212,7 @@ class _Search:
         command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
         command += ["--config_file", str(file)] * (file is not None)
         command += ["-m", "accel_ft.train", "--config", str(folder / "job.yaml")]
+        print(f"{folder}: {trial.params}: begins, see {folder / 'log'}", flush=True)
         with (folder / "log").open("a") as log:  # a session: Ctrl-C is for the search alone
             process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=os.environ | share, start_new_session=True
@@ -275,7 +279,7 @@ def _check_space(config: SearchConfig, settings: dict[str, Any], space: dict[str
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             faults.append(
                 f"{key}={values}: no range ({first_line(error)}). Allowed: {{low: A, high: B, "
-                "log: true}, or a list; YAML wants 1.0e-5, not 1e-5"
+                "log: true}, or a list"
             )
     if not space or faults:
         raise ConfigError(f"space={config.space}: " + ("\n  ".join(faults) or "is empty"))
@@ -314,6 +318,7 @@ def _suggest(trial: Any, key: str, values: Any) -> Any:
         return trial.suggest_categorical(key, plain)
     kinds = type_name(TrainConfig.model_fields[key].annotation).split("|")
     whole = "INT" in kinds and "FLOAT" not in kinds
+    values = {k: float(v) if isinstance(v, str) else v for k, v in values.items()}  # YAML's 1e-5
     return (trial.suggest_int if whole else trial.suggest_float)(key, **values)
 
 

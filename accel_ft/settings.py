@@ -38,6 +38,9 @@ ELSEWHERE = dict.fromkeys(LAUNCH_OPTIONS, "It is one of `accelerate launch`, bef
     "adam_epsilon": "It is 1e-8",
     "logging_dir": "Fix: leave it out; trackers' files lie in output_dir",
     "dataloader_pin_memory": "Fix: leave it out; it is so on a GPU",
+    "lr": "Fix: learning_rate",
+    "epochs": "Fix: num_train_epochs",
+    "do_train": "Fix: leave it out; it always trains",
     "num_labels": "Fix: leave it out; the rows say how many",
 }
 GROUPS = {  # of --help, by the key that each begins with

@@ -21,7 +21,7 @@ from accel_ft.errors import (
     require,
     run_command,
 )
-from accel_ft.settings import parse, settings_to_reproduce
+from accel_ft.settings import parse, read_receipt, settings_to_reproduce
 
 logger = logging.getLogger("accel_ft.train")  # run with -m, its name is __main__
 
@@ -60,6 +60,7 @@ def fit(config: TrainConfig) -> None:
     from accel_ft.runtime import trackers
     from accel_ft.runtime.launch import make_training_accelerator
     from accel_ft.runtime.logging import read_events, setup_logging
+    from accel_ft.runtime.receipt import about_strategy
     from accel_ft.runtime.watch import Watch
 
     accelerator = make_training_accelerator(
@@ -69,6 +70,11 @@ def fit(config: TrainConfig) -> None:
     )
     rank, is_main = accelerator.process_index, accelerator.is_main_process
     setup_logging(rank)
+    if config.reproduce is not None:
+        was = read_receipt(config.reproduce)["strategy"]
+        for key, now in about_strategy(accelerator).items():
+            if was[key] != now:  # the curve may be the same, its last bits are not
+                logger.warning("reproduce: %s was %s, now it is %s", key, was[key], now)
     ranks = config.output_dir / "ranks"
     _make_folder(config, ranks)
     with (

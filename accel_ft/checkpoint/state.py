@@ -161,7 +161,10 @@ def newest_sound(root: Path) -> Path | None:
     published = [folder for _, folder in transaction.list_published(root)]
     found = next((folder for folder in reversed(published) if _verifies(folder)), None)
     if published and found is None:
-        raise CheckpointError(f"{root}: all {len(published)} checkpoints are damaged")
+        raise CheckpointError(
+            f"{root}: no sound checkpoint is left, {len(published)} damaged. "
+            "Fix: put back a copy of one, or start anew in another output_dir"
+        )
     return found
 
 

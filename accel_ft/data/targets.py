@@ -76,10 +76,11 @@ def targets(store: TokenStore, names: list[str], config: DataConfig) -> NDArray[
         if label not in id_of
     ]
     if faults:
-        allowed = ", ".join(names[:LABELS_SHOWN]) + (", ..." if len(names) > LABELS_SHOWN else "")
+        dots = ["..."] * (len(names) > LABELS_SHOWN)
+        allowed = ", ".join([*map(_cut, names[:LABELS_SHOWN]), *dots])
         more = len(faults) - FAULTS_SHOWN
         shown = [
-            f"{place}: label {label!r} is none of these.{nearest(label, id_of)}"
+            f"{place}: label {_cut(label)!r} is none of these.{nearest(label, id_of)}"
             for place, label in faults[:FAULTS_SHOWN]
         ]
         if are_amounts(names):
@@ -150,3 +151,8 @@ MEANT = {
     "label_separator",
     "regression": "a finite number",
 }
+
+
+def _cut(label: str) -> str:
+    """A label as messages show it: a wrong column may hold whole texts."""
+    return label if len(label) <= 40 else label[:37] + "..."

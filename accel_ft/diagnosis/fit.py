@@ -60,5 +60,5 @@ def will_it_fit(
     else:
         choice = "a larger device, more ranks, or a smaller model: not one row fits"
     if now <= usable:
-        return Finding.passed(f"{about}; its choice: {choice}")
+        return Finding.passed(f"{about}; choice: {choice}")
     return Finding.failed(about, choice)

@@ -33,14 +33,8 @@ def write_receipt(path: Path, accelerator: Accelerator, about_run: dict[str, Any
     with contextlib.suppress(OSError, ValueError, KeyError):
         if about_run["step"] > 0:
             starts = json.loads(path.read_text(encoding="utf-8"))["starts"]
-    strategy = {
-        "distributed_type": accelerator.distributed_type.value,
-        "num_processes": accelerator.num_processes,
-        "device": str(accelerator.device.type),
-        "mixed_precision": accelerator.mixed_precision,
-        "compile": accelerator.state.dynamo_plugin.backend.value,
-    }
-    machine, program = about_machine(accelerator.device), about_program()
+    strategy, machine = about_strategy(accelerator), about_machine(accelerator.device)
+    program = about_program()
     now = datetime.now(UTC).isoformat(timespec="seconds")
     begun = {"time": now, "step": about_run["step"], "num_steps": about_run["num_steps"]}
     identity = {key: value for key, value in about_run["identity"].items() if key != "labels"}
@@ -53,6 +47,17 @@ def write_receipt(path: Path, accelerator: Accelerator, about_run: dict[str, Any
         "starts": starts,
     }
     write_whole(path, json.dumps(receipt, indent=1) + "\n")
+
+
+def about_strategy(accelerator: Accelerator) -> dict[str, Any]:
+    """Return how a job really runs."""
+    return {
+        "distributed_type": accelerator.distributed_type.value,
+        "num_processes": accelerator.num_processes,
+        "device": str(accelerator.device.type),
+        "mixed_precision": accelerator.mixed_precision,
+        "compile": accelerator.state.dynamo_plugin.backend.value,
+    }
 
 
 def about_machine(device: torch.device) -> dict[str, Any]:

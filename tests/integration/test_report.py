@@ -242,6 +242,10 @@ def test_a_run_is_reproduced(
         report.main(["--diff", str(tmp_path / "run"), str(tmp_path / "run_again")])
         assert words_of_it in capsys.readouterr().out
     log.write_text(logged)
+    receipt = tmp_path / "run/receipt.json"
+    receipt.write_text(
+        receipt.read_text().replace('"mixed_precision": "no"', '"mixed_precision": "bf16"')
+    )
     with pytest.raises(UserError, match="not reproduced") as caught:
         train.main(
             [
@@ -253,6 +257,7 @@ def test_a_run_is_reproduced(
                 str(tmp_path / "third"),
             ]
         )
+    assert "reproduce: mixed_precision was bf16, now it is no\n" in capsys.readouterr().err
     assert "setting learning_rate: 0.001 | 0.002" in str(caught.value)
     assert "update 2: loss" in str(caught.value) or "update 2: learning_rate" in str(caught.value)
     third = tmp_path / "third"

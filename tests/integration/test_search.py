@@ -79,7 +79,7 @@ def test_search(tiny_model: Path, rows_file: Path, odd_file: Path, tmp_path: Pat
     assert best["output_dir"] == str(tmp_path / "search/best")
     assert best["train_file"] == str(rows_file)
     assert "[I " not in done.stderr  # Optuna's own words
-    assert done.stdout.count("/trial_") == 2  # the first one is remembered
+    assert done.stdout.count(": begins, see ") == 2  # the first one is remembered
     assert len(study_in(tmp_path / "search").trials) == 3
     assert best["push_to_hub"] is True
     train.main(["--config", str(tmp_path / "search/best.yaml"), "--push_to_hub", "false"])
@@ -440,7 +440,7 @@ def test_a_space_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "space.yaml").write_text(
         "lr_scheduler_type: [linear, cosin]\nsave_total_limit: {low: 0, high: 3}\n"
         "learning_rat: [1]\nseed: {low: 1}\nwarmup_steps: 3\nweight_decay: {low: 0, high: 0.1, log: true}\n"
-        "learning_rate: {low: 1.0e-5, high: .inf}\nprofile: {low: false, high: true}\n"
+        "learning_rate: {low: 1.0e-5, high: .inf}\nmax_grad_norm: {low: 1e-3, high: 5e-1, log: true}\nprofile: {low: false, high: true}\n"
     )
     with pytest.raises(ConfigError) as caught:
         search.main(["--job", str(tmp_path / "job.yaml"), "--space", str(tmp_path / "space.yaml")])
@@ -451,4 +451,5 @@ def test_a_space_that_cannot_be(tmp_path: Path) -> None:
     assert "warmup_steps=3: no range (one value)" in str(caught.value)
     assert "learning_rate={'low': 1e-05, 'high': inf}: no range" in str(caught.value)
     assert "profile=0." in str(caught.value)
+    assert "max_grad_norm" not in str(caught.value)  # though YAML takes 1e-3 for a text
     assert "weight_decay={'low': 0, 'high': 0.1, 'log': True}: no range" in str(caught.value)

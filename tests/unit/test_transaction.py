@@ -117,7 +117,7 @@ def test_damage_is_found_and_passed_over(
     with caplog.at_level("WARNING"):
         assert state.newest_sound(tmp_path) == older
     (older / "weights").unlink()
-    with pytest.raises(CheckpointError, match="all 2 checkpoints are damaged"):
+    with pytest.raises(CheckpointError, match="no sound checkpoint is left, 2 damaged. Fix"):
         state.newest_sound(tmp_path)
 
 
