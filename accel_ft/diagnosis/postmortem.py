@@ -121,7 +121,9 @@ def post_mortem(
             f"loaders of unequal length end early on one rank; {NCCL}",
         )
     return Finding.failed(
-        about, f"the first is the likeliest cause: its files in {folder} say more"
+        about,
+        f"the first is the likeliest cause, but for ranks that ended without a word, the time of "
+        f"whose end is not known: the files in {folder} say more",
     )
 
 

@@ -110,7 +110,9 @@ def _coverage(ranks: Ranks, num_samples: int, loader: Any = None) -> Finding:
     sizes, missing = [read.total() for read in rows], num_samples - len(readers)
     again = sum(sizes) - sum(map(len, rows))
     largest = [batch for _, batch in ranks]
-    room = sum(largest)  # what evening out, or dropping the end, may cost
+    room = sum(largest) * max(
+        getattr(loader, "num_workers", 0) or 0, 1
+    )  # each worker's; what evening out, or dropping the end, may cost
     about = f"rows of each rank {listed(sizes, 8)}; {len(readers)} different ones of {num_samples}"
     is_whole = min(map(len, rows)) == num_samples > max(largest) and len(rows) > 1
     if is_whole or (shared > room and (again <= room or sum(sizes) > num_samples + room)):
@@ -119,7 +121,7 @@ def _coverage(ranks: Ranks, num_samples: int, loader: Any = None) -> Finding:
         )
     by_weight = any(isinstance(each, WeightedRandomSampler) for each in holders(loader))
     if again > room and (by_weight or missing <= DRAWN_WITH_REPLACEMENT * num_samples):
-        alike = all(len(set(read.values())) == 1 for read in rows)  # which a draw is not
+        alike = not by_weight and all(min(read.values(), default=0) > 1 for read in rows)
         return (Finding.failed if alike else Finding.warned)(
             f"{again} times a rank reads a row again, {missing} are never read; {about}",
             "drawn with replacement, that is so; each worker of an IterableDataset its share "

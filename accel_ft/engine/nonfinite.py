@@ -47,12 +47,15 @@ def all_finite(run: Run, losses: list[torch.Tensor], grad_norm: torch.Tensor) ->
             outcome.arrived.synchronize()
         *sums, norm = outcome.values.tolist()
         finite = all(map(math.isfinite, sums))
-        if finite and not math.isfinite(norm):
-            finite = _is_fp16_overflow(run, outcome.step)
+        scale = run.accelerator.scaler.get_scale() if run.accelerator.scaler is not None else 1.0
+        overflows = not math.isfinite(norm) and scale > 1.0  # then it halves, and the step is none
+        finite = finite and (math.isfinite(norm) or overflows)
         run.stop_signal, nonfinite = run.watch.agree(run.watch.stop_signal, int(not finite))
         run.grad_norm = norm if math.isfinite(norm) else None
         if not nonfinite:
             run.outcomes.popleft()
+            if overflows:
+                _tell_of_overflow(run, outcome.step + 1, scale)
             run.loss_sum += math.fsum(sums)
             run.loss_weight += run.global_weight(outcome.step)
             if outcome.step > run.newest_nonfinite:
@@ -84,16 +87,12 @@ def _measure(run: Run, losses: list[torch.Tensor], grad_norm: torch.Tensor) -> O
     return Outcome(run.step, values, torch.cuda.current_stream().record_event())
 
 
-def _is_fp16_overflow(run: Run, step: int) -> bool:
-    """Whether gradients that are not finite come of the loss scale, which then halves."""
-    scale = run.accelerator.scaler.get_scale() if run.accelerator.scaler is not None else 1.0
-    if scale > 1.0:
-        logger.warning(
-            "update %d: gradients overflow in fp16; it is left out, and the loss scale %g halved",
-            step + 1, scale,
-        )  # fmt: skip
-        run.events.write("overflow", step=step + 1, loss_scale=scale)
-    return bool(scale > 1.0)
+def _tell_of_overflow(run: Run, update: int, scale: float) -> None:
+    logger.warning(
+        "update %d: gradients overflow in fp16; it is left out, and the loss scale %g halved",
+        update, scale,
+    )  # fmt: skip
+    run.events.write("overflow", step=update, loss_scale=scale)
 
 
 def may_skip(run: Run) -> bool:
