@@ -47,14 +47,15 @@ def all_finite(run: Run, losses: list[torch.Tensor], grad_norm: torch.Tensor) ->
             outcome.arrived.synchronize()
         *sums, norm = outcome.values.tolist()
         finite = all(map(math.isfinite, sums))
-        scale = run.accelerator.scaler.get_scale() if run.accelerator.scaler is not None else 1.0
-        overflows = not math.isfinite(norm) and scale > 1.0  # then it halves, and the step is none
-        finite = finite and (math.isfinite(norm) or overflows)
+        scaler, scale = run.accelerator.scaler, 1.0
+        if scaler is not None and not math.isfinite(norm):
+            scale = scaler.get_scale()
+        finite = finite and (math.isfinite(norm) or scale > 1.0)  # then the scale halves
         run.stop_signal, nonfinite = run.watch.agree(run.watch.stop_signal, int(not finite))
         run.grad_norm = norm if math.isfinite(norm) else None
         if not nonfinite:
             run.outcomes.popleft()
-            if overflows:
+            if scale > 1.0:
                 _tell_of_overflow(run, outcome.step + 1, scale)
             run.loss_sum += math.fsum(sums)
             run.loss_weight += run.global_weight(outcome.step)
