@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
-from torch.utils.data import WeightedRandomSampler
+from torch.utils.data import IterableDataset, WeightedRandomSampler
 
 from accel_ft.diagnosis.finding import Finding, Verdict, check, gather, listed
 from accel_ft.diagnosis.gradients import holders, own_random_numbers
@@ -110,9 +110,9 @@ def _coverage(ranks: Ranks, num_samples: int, loader: Any = None) -> Finding:
     sizes, missing = [read.total() for read in rows], num_samples - len(readers)
     again = sum(sizes) - sum(map(len, rows))
     largest = [batch for _, batch in ranks]
-    room = sum(largest) * max(
-        getattr(loader, "num_workers", 0) or 0, 1
-    )  # each worker's; what evening out, or dropping the end, may cost
+    room = sum(largest)  # what evening out, or dropping the end, may cost
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        room *= max(getattr(loader, "num_workers", 0), 1)  # each worker has an end of its own
     about = f"rows of each rank {listed(sizes, 8)}; {len(readers)} different ones of {num_samples}"
     is_whole = min(map(len, rows)) == num_samples > max(largest) and len(rows) > 1
     if is_whole or (shared > room and (again <= room or sum(sizes) > num_samples + room)):

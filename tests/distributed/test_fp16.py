@@ -103,6 +103,7 @@ def test_a_sick_loss_is_no_overflow(whole: dict[str, Any], strategy: str) -> Non
     update = 3 if strategy == "single" else 5  # of the fifth micro-batch
     for policy, curve in zip(("skip", "rollback"), sick, strict=True):
         assert [loss is None for loss, _ in curve] == [n == update for n in range(1, 13)]
+        assert not [e for e in events_of(folder / policy) if e["event"] == "overflow"]
         (event,) = [e for e in events_of(folder / policy) if e["event"] == "nonfinite"]
         assert (event["update"], event["policy"], event["losses"]) == (update, policy, ["nan"])
 

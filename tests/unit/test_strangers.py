@@ -91,6 +91,20 @@ def test_workers_that_read_the_same_rows() -> None:
     assert "get_worker_info" in finding.mend
 
 
+class Split(IterableDataset):
+    """Each worker reads its share."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = torch.utils.data.get_worker_info()
+        yield from range(worker.id, 1018, worker.num_workers)
+
+
+def test_workers_that_each_drop_their_last_batch() -> None:
+    loader = DataLoader(Split(), 16, num_workers=2, drop_last=True)
+    finding = sampling._coverage(sampling._read(loader, torch.Tensor.tolist), 1018, loader)
+    assert finding.verdict == "PASS", finding
+
+
 def test_rows_drawn_by_weights() -> None:
     weights = [1.0 if row % 10 == 0 else 0.01 for row in range(200)]
     loader = DataLoader(range(200), 4, sampler=WeightedRandomSampler(weights, 200))
