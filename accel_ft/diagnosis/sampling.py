@@ -91,11 +91,17 @@ def evaluation_sampling(loader: Iterable[Any], num_samples: int, ids: Ids) -> Fi
     ranks = _read(loader, ids)
     finding = _coverage(ranks, num_samples)
     counted = sum(len(numbers) for numbers, _ in ranks)
-    if finding.verdict is not Verdict.PASS or counted == num_samples:
+    rows = {number for numbers, _ in ranks for number in numbers}
+    if finding.verdict is not Verdict.PASS or counted == num_samples == len(rows):
         return finding
     about = f"{counted} predictions are counted of {num_samples} rows ({finding.measured})"
     if counted < num_samples:
         return Finding.failed(about, "drop_last=False")
+    if counted == num_samples:
+        return Finding.failed(
+            f"as many rows are counted twice as are never counted ({finding.measured})",
+            "a sampler that covers the data set once",
+        )
     mend = "give each row its number, gather (number, prediction), and count each number once"
     if hasattr(loader, "gradient_state"):  # accelerate's
         gathers = "accelerator.gather_for_metrics(...) drops those that make the ranks even, "

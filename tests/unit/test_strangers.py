@@ -137,6 +137,13 @@ def test_numbers_of_rows_of_any_kind() -> None:
     assert "drop_last" in sampling.evaluation_sampling(dropping, 103, iter).mend
 
 
+def test_a_row_that_is_counted_in_the_place_of_another() -> None:
+    swapped = DataLoader([*range(18), 17], 4)
+    finding = sampling.evaluation_sampling(swapped, 19, iter)
+    assert (finding.verdict, "counted twice" in finding.measured) == ("FAIL", True)
+    assert is_well(sampling.evaluation_sampling(DataLoader(range(19), 4), 19, iter))
+
+
 def test_padding_that_accelerate_drops() -> None:
     """Whether the loop gathers with `gather_for_metrics` is not seen from here."""
     padded = DataLoader([*range(19), 0], 4)
