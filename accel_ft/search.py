@@ -14,6 +14,7 @@ SPACE.yaml holds a line for each key to be varied:
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -188,11 +189,13 @@ class _Search:
             raise TrialPruned
         if ends := _events(folder, "end"):
             value = self.job.best_value(ends[-1], "eval_")
-            print(f"{about}: {value}", flush=True)
-            return value
+            if not math.isnan(value):  # which Optuna would take for a failure, unsaid
+                print(f"{about}: {value}", flush=True)
+                return value
         log = (folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()
         errors = [line for line in log if line.startswith("error: ")] or log or [""]
-        print(f"{about}: failed: {errors[-1]} (see its log)", flush=True)
+        why = f"its {self.job.best_metric} is no number" if ends else errors[-1]
+        print(f"{about}: failed: {why} (see its log)", flush=True)
         self.num_failed += 1
         if self.num_failed >= FAILURES and not _num_ended(trial.study):
             trial.study.stop()

@@ -144,6 +144,7 @@ for step in range(1, 9):
     score = rate - step / 1000
     events.write(json.dumps({"event": "eval", "step": step, "eval_accuracy": score}) + "\\n")
     time.sleep(0 if rate > 0.5 else 0.3)
+score = None if "NO_NUMBER" in os.environ else score
 events.write(json.dumps({"event": "end", "step": 8, "eval_accuracy": score}) + "\\n")
 if "LEAVES_ITS_RANK" in os.environ:
     hold_lock()
@@ -432,6 +433,16 @@ def test_an_end_counts_whatever_its_process_returned(
     ]
 
 
+def test_a_metric_that_is_no_number_counts_as_a_failure(
+    search_of_stand_ins, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NO_NUMBER", "1")
+    with pytest.raises(ConfigError, match="no trial came to its end"):
+        search_of_stand_ins("learning_rate: {low: 0.6, high: 0.9}\n", "--num_trials", "20")
+    told = capsys.readouterr().out
+    assert told.count("is no number (see its log)") == 3
+
+
 def test_a_space_that_cannot_be(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     from accel_ft import search
@@ -440,7 +451,7 @@ def test_a_space_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "space.yaml").write_text(
         "lr_scheduler_type: [linear, cosin]\nsave_total_limit: {low: 0, high: 3}\n"
         "learning_rat: [1]\nseed: {low: 1}\nwarmup_steps: 3\nweight_decay: {low: 0, high: 0.1, log: true}\n"
-        "learning_rate: {low: 1.0e-5, high: .inf}\nmax_grad_norm: {low: 1e-3, high: 5e-1, log: true}\nprofile: {low: false, high: true}\n"
+        "learning_rate: {low: 1.0e-5, high: .inf}\nmax_grad_norm: {low: 1e-3, high: 5e-1, log: true}\nlr_reference_batch_size: {low: 9e0, high: 8e0}\nprofile: {low: false, high: true}\n"
     )
     with pytest.raises(ConfigError) as caught:
         search.main(["--job", str(tmp_path / "job.yaml"), "--space", str(tmp_path / "space.yaml")])
@@ -451,5 +462,6 @@ def test_a_space_that_cannot_be(tmp_path: Path) -> None:
     assert "warmup_steps=3: no range (one value)" in str(caught.value)
     assert "learning_rate={'low': 1e-05, 'high': inf}: no range" in str(caught.value)
     assert "profile=0." in str(caught.value)
+    assert "'low': '9e0', 'high': '8e0'}: no range" in str(caught.value)
     assert "max_grad_norm" not in str(caught.value)  # though YAML takes 1e-3 for a text
     assert "weight_decay={'low': 0, 'high': 0.1, 'log': True}: no range" in str(caught.value)
