@@ -55,7 +55,8 @@ class Padding:
         tokenizer: of the model.
         longest: tokens of the longest row; the greatest width.
         device: decides the widths: multiples of 8, which suit the matrix units, on an accelerator;
-            even ones on a CPU, whose library keeps kernels of some MB for every width it has met.
+            on a CPU, whose library keeps kernels of some MB for every width it has met, finer ones
+            for short rows: multiples of 2 to 32 tokens, of 4 to 64, of 8 beyond.
         compiled: a few widths only, two an octave, because a new one can cost a compilation.
     """
 
@@ -66,8 +67,10 @@ class Padding:
         self.left = tokenizer.padding_side == "left"
         text = tokenizer("")["input_ids"] or [self.token_id]
         self.empty_text = np.array([text, [0] * len(text)], np.int32)
-        step, self.eval_batch_size = (2, 16) if device.type == "cpu" else (8, 64)
-        steps = np.arange(step, longest + step, step, dtype=np.int64)
+        self.eval_batch_size = 16 if device.type == "cpu" else 64
+        steps = np.arange(8, longest + 8, 8, dtype=np.int64)
+        if device.type == "cpu":
+            steps = np.concatenate([steps, np.arange(2, 32, 2), np.arange(32, 64, 4)])
         if compiled:
             powers = 2 ** np.arange(4, max(longest, 16).bit_length() + 1)
             steps = np.concatenate([powers, powers // 2 * 3])

@@ -476,13 +476,13 @@ def test_padding_and_filling(rows_file: Path, tokenizer) -> None:
 
 def test_widths(tokenizer) -> None:
     """None is greater than the longest row, or than the model might take."""
-    lengths = np.array([1, 7, 8, 9, 17, 33, 99, 100])
+    lengths = np.array([1, 7, 8, 9, 17, 33, 65, 99, 100])
     cuda = torch.device("cuda")
     for device, compiled, expected in (
-        (CPU, False, [2, 8, 8, 10, 18, 34, 100, 100]),
-        (cuda, False, [8, 8, 8, 16, 24, 40, 100, 100]),
-        (cuda, True, [16, 16, 16, 16, 24, 48, 100, 100]),
-        (CPU, True, [16, 16, 16, 16, 24, 48, 100, 100]),
+        (CPU, False, [2, 8, 8, 10, 18, 36, 72, 100, 100]),
+        (cuda, False, [8, 8, 8, 16, 24, 40, 72, 100, 100]),
+        (cuda, True, [16, 16, 16, 16, 24, 48, 96, 100, 100]),
+        (CPU, True, [16, 16, 16, 16, 24, 48, 96, 100, 100]),
     ):
         pad = Padding(tokenizer, 100, device, compiled)
         assert pad.widths(lengths).tolist() == expected
