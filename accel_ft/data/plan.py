@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
 
-WINDOW_STEPS = 64  # global batches sorted together: 64 x 32 samples leave 2 % padding on AG News
+WINDOW_STEPS = 64  # sorted together: 64 x 32 samples leave 2 % padding, before widths are rounded
 FEISTEL_ROUNDS = 8
 
 
