@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.nn.utils import get_total_norm
@@ -23,7 +24,11 @@ def clip(accelerator: Accelerator, model: nn.Module, optimizer: Any, max_norm: f
         norm: Any = accelerator.clip_grad_norm_(model.parameters(), max_norm)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = get_total_norm(gradients)
+    if all(type(g) is torch.Tensor and g.is_cpu and g.dtype == torch.float32 for g in gradients):
+        flat = [gradient.flatten() for gradient in gradients]
+        norm = torch.stack([gradient.dot(gradient) for gradient in flat]).sum().sqrt()
+    else:
+        norm = get_total_norm(gradients)  # on a CPU it takes three times as long
     if hasattr(norm, "full_tensor"):
         norm = norm.full_tensor()
     optimizer.optimizer.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)

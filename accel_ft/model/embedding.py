@@ -41,13 +41,22 @@ def make_sparse(model: nn.Module) -> None:
     if embedding.weight.requires_grad and not tied_modules(model):
         embedding.sparse = True
         embedding.whole_gradient = torch.zeros_like(embedding.weight)
+        embedding.filled_rows = torch.empty(0, dtype=torch.int64)  # None where they are not known
 
 
 def fill_gradient(model: nn.Module) -> None:
     """Make the gradient whole that `make_sparse` let be sparse, after a backward pass: the same
     numbers as ever; over several micro-batches, or ranks, to rounding.
     """
-    for module in model.modules():
-        whole = vars(module).get("whole_gradient")
-        if whole is not None and module.weight.grad is not None and module.weight.grad.is_sparse:
-            module.weight.grad = whole.zero_().add_(module.weight.grad)
+    embedding: Any
+    for embedding in model.modules():
+        if "whole_gradient" not in vars(embedding) or embedding.weight.grad is None:
+            continue
+        whole, gradient = embedding.whole_gradient, embedding.weight.grad
+        if not gradient.is_sparse:  # rows of one more micro-batch have come to it
+            embedding.filled_rows = None
+            continue
+        rows = embedding.filled_rows
+        whole.zero_() if rows is None else whole.index_fill_(0, rows, 0)
+        embedding.filled_rows = gradient._indices()[0]
+        embedding.weight.grad = whole.add_(gradient)

@@ -111,7 +111,8 @@ def test_clipping_in_the_step_is_clipping(max_norm: float) -> None:
             model.zero_grad()
             model(inputs).square().sum().backward()
         norm = clip(accelerator, ours, SimpleNamespace(optimizer=a), max_norm)
-        assert float(norm) == float(clip_grad_norm_(theirs.parameters(), max_norm))
+        usual = float(clip_grad_norm_(theirs.parameters(), max_norm))
+        assert float(norm) == pytest.approx(usual, rel=1e-6)
         a.step()
         b.step()
         for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -135,7 +136,9 @@ class Reader(nn.Module):
 @pytest.mark.parametrize("parts", [1, 3])
 def test_a_sparse_gradient_of_the_words_is_the_whole_one(parts: int) -> None:
     """Four updates: bit for bit where a batch is whole; its parts are added up in another order."""
-    ids = torch.randint(0, 50, (12, 16), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, 50, (4, 12, 2), generator=torch.Generator().manual_seed(0)).repeat(
+        1, 1, 8
+    )
     weights = []
     for sparse in (True, False):
         torch.manual_seed(0)
@@ -143,8 +146,8 @@ def test_a_sparse_gradient_of_the_words_is_the_whole_one(parts: int) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
         if sparse:
             make_sparse(model)
-        for _ in range(4):
-            for part in ids.chunk(parts):
+        for batch in ids:
+            for part in batch.chunk(parts):
                 model(part).square().sum().backward()
                 if parts == 1:
                     assert model.words.weight.grad.is_sparse is sparse
