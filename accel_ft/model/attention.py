@@ -38,6 +38,10 @@ def self_attention(
     Returns:
         What the module returns: [B, Q, hidden size], and the weights or None.
     """
+    if torch.is_autocast_enabled(tokens.device.type):  # once, not for each projection
+        kind = torch.get_autocast_dtype(tokens.device.type)
+        tokens = tokens.to(kind)
+        all_tokens = None if all_tokens is None else all_tokens.to(kind)
     all_tokens = tokens if all_tokens is None else all_tokens
     names = next(names for names in PROJECTIONS if hasattr(self, names[0]))
     query, key, value = (
