@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -85,6 +85,7 @@ class _Search:
     Attributes:
         settings: the job's, as its file has them.
         shares: of the devices, as environments; a trial takes one, and gives it back.
+        faults: what no trial foresees, say a full disk; Optuna loses those of the last ones.
         interrupted_at: on the monotonic clock; 0 for not.
     """
 
@@ -94,6 +95,7 @@ class _Search:
     space: dict[str, Any]
     shares: list[dict[str, str]]
     num_failed: int = 0
+    faults: list[Exception] = field(default_factory=list)
     interrupted_at: float = 0.0
 
     def interrupt(self, number: int, _: object) -> None:
@@ -116,13 +118,18 @@ class _Search:
         written = journal.read_bytes() if journal.exists() else b""
         write_whole(journal, written[: written.rfind(b"\n") + 1])  # a full disk cuts a line
         # The folder's lock has one process write to it; Optuna's own lock would outlive a kill.
-        study = optuna.create_study(
-            study_name="search",
-            storage=JournalStorage(JournalFileBackend(str(journal), lock_obj=Lock())),
-            load_if_exists=True,
-            direction="maximize" if job.takes_highest else "minimize",
-            pruner=optuna.pruners.MedianPruner(),
-        )
+        try:
+            study = optuna.create_study(
+                study_name="search",
+                storage=JournalStorage(JournalFileBackend(str(journal), lock_obj=Lock())),
+                load_if_exists=True,
+                direction="maximize" if job.takes_highest else "minimize",
+                pruner=optuna.pruners.MedianPruner(),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{journal}: is damaged ({first_line(error)}). Fix: another output_dir"
+            ) from error
         self._check_same(study)
         seed = job.seed + len(study.trials)  # a study that goes on draws anew
         study.sampler = optuna.samplers.TPESampler(seed=seed)
@@ -131,7 +138,9 @@ class _Search:
             study.enqueue_trial(trial.params, user_attrs={"folder": _folder(trial)})
         left = self.config.num_trials - _num_ended(study)
         with contextlib.suppress(Interrupted):
-            study.optimize(self.try_out, max(left, 0), n_jobs=len(self.shares), catch=(Failed,))
+            study.optimize(self.objective, max(left, 0), n_jobs=len(self.shares), catch=(Failed,))
+        if self.faults:
+            raise self.faults[0]
         if self.interrupted_at:
             print("the same command goes on", file=sys.stderr, flush=True)
             raise KeyboardInterrupt
@@ -155,6 +164,11 @@ class _Search:
         for key, values in self.space.items():  # of ranges, the ends may move
             a_range = isinstance(values, dict) and f"a {'log ' * bool(values.get('log'))}range"
             asked[key] = a_range or f"one of {values}"
+        if not study.trials and (left := sorted(self.config.output_dir.glob("trial_*"))):
+            raise ConfigError(
+                f"output_dir={self.config.output_dir}: has {left[0].name}, of a study whose "
+                "study.log is gone. Fix: another output_dir"
+            )
         earlier = study.user_attrs["asked"] if study.trials else {}
         for key, was in earlier.items():
             if asked.get(key, was) != was:
@@ -163,6 +177,19 @@ class _Search:
                     "Fix: as it was, or another output_dir"
                 )
         study.set_user_attr("asked", asked)
+
+    def objective(self, trial: Any) -> float:
+        """`try_out`, whose faults are kept."""
+        from optuna import TrialPruned
+
+        try:
+            return self.try_out(trial)
+        except (TrialPruned, Failed):
+            raise
+        except Exception as fault:
+            self.faults.append(fault)
+            trial.study.stop()
+            raise
 
     def try_out(self, trial: Any) -> float:
         """Train with a trial's settings, and return the value of the final model.
@@ -266,7 +293,7 @@ def _check_space(config: SearchConfig, settings: dict[str, Any], space: dict[str
 
     trial = optuna.create_study().ask()  # in memory; it refuses what a trial would
     fixed = {key: value for key, value in settings.items() if key not in space}
-    faults, known = [], TrainConfig.model_fields.keys() - {"output_dir"}
+    faults, known = [], TrainConfig.model_fields.keys() - IDLE
     for key, values in space.items():
         try:
             if key not in known:

@@ -443,25 +443,60 @@ def test_a_metric_that_is_no_number_counts_as_a_failure(
     assert told.count("is no number (see its log)") == 3
 
 
+@pytest.mark.parametrize("at_once", ["1", "2"])
+def test_a_fault_of_the_search_itself_is_told(
+    search_of_stand_ins, monkeypatch: pytest.MonkeyPatch, at_once: str
+) -> None:
+    """A full disk, say; of several trials at the same time, in the last one."""
+    write = search.write_whole
+
+    def is_full(path: Path, text: str | bytes) -> None:
+        if path.name == "job.yaml" and path.parent.name == "trial_0001":
+            raise OSError(28, "No space left on device")
+        write(path, text)
+
+    monkeypatch.setattr(search, "write_whole", is_full)
+    with pytest.raises(OSError, match="No space left"):
+        search_of_stand_ins(
+            "learning_rate: [0.9]\n", "--num_trials", "2", "--parallel_trials", at_once
+        )
+
+
+def test_a_study_that_is_damaged_or_gone(search_of_stand_ins, tmp_path: Path) -> None:
+    space, journal = "learning_rate: [0.9]\n", tmp_path / "search/study.log"
+    search_of_stand_ins(space, "--num_trials", "1")
+    lines = journal.read_bytes().splitlines(keepends=True)
+    for damage in (b"{\x00\n", b"{}\n", b"[]\n", b"\xff\n"):
+        journal.write_bytes(b"".join([*lines[:2], damage, *lines[3:]]))
+        with pytest.raises(ConfigError, match=r"study\.log: is damaged .* Fix: another output_dir"):
+            search_of_stand_ins(space, "--num_trials", "2")
+    journal.unlink()
+    with pytest.raises(ConfigError, match=r"has trial_0000, of a study whose study\.log is gone"):
+        search_of_stand_ins(space, "--num_trials", "2")
+    assert not (tmp_path / "search/trial_0001").exists()
+
+
 def test_a_space_that_cannot_be(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     from accel_ft import search
 
     (tmp_path / "job.yaml").write_text("seed: 1\n")
     (tmp_path / "space.yaml").write_text(
-        "lr_scheduler_type: [linear, cosin]\nsave_total_limit: {low: 0, high: 3}\n"
+        "lr_scheduler_type: [linear, cosin]\nglobal_batch_size: {low: 0, high: 3}\n"
         "learning_rat: [1]\nseed: {low: 1}\nwarmup_steps: 3\nweight_decay: {low: 0, high: 0.1, log: true}\n"
-        "learning_rate: {low: 1.0e-5, high: .inf}\nmax_grad_norm: {low: 1e-3, high: 5e-1, log: true}\nlr_reference_batch_size: {low: 9e0, high: 8e0}\nprofile: {low: false, high: true}\n"
+        "learning_rate: {low: 1.0e-5, high: .inf}\nmax_grad_norm: {low: 1e-3, high: 5e-1, log: true}\nlr_reference_batch_size: {low: 9e0, high: 8e0}\ngradient_checkpointing: {low: false, high: true}\n"
+        "push_to_hub: [true, false]\n"
     )
     with pytest.raises(ConfigError) as caught:
         search.main(["--job", str(tmp_path / "job.yaml"), "--space", str(tmp_path / "space.yaml")])
     assert "learning_rat: cannot be varied. Did you mean `learning_rate`?" in str(caught.value)
     assert "seed={'low': 1}: no range" in str(caught.value)
     assert "lr_scheduler_type=cosin" in str(caught.value)
-    assert "save_total_limit=0" in str(caught.value)
+    assert "global_batch_size=0" in str(caught.value)
     assert "warmup_steps=3: no range (one value)" in str(caught.value)
     assert "learning_rate={'low': 1e-05, 'high': inf}: no range" in str(caught.value)
-    assert "profile=0." in str(caught.value)
+    assert "push_to_hub: cannot be varied" in str(caught.value)  # it would do nothing
+    assert "gradient_checkpointing=0." in str(caught.value)
     assert "'low': '9e0', 'high': '8e0'}: no range" in str(caught.value)
     assert "max_grad_norm" not in str(caught.value)  # though YAML takes 1e-3 for a text
     assert "weight_decay={'low': 0, 'high': 0.1, 'log': True}: no range" in str(caught.value)
