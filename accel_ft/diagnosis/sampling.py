@@ -27,6 +27,7 @@ def _read(loader: Iterable[Any], ids: Ids) -> Ranks:
     for batch in loader:
         try:
             batches.append([n.tolist() if hasattr(n, "tolist") else n for n in ids(batch)])
+            set(batches[-1])  # a row of several numbers has no hash
         except (AttributeError, LookupError, TypeError) as error:
             raise ValueError(
                 "ids(batch) finds no numbers of the batch's rows. Fix: a loader of torch.utils.data"
