@@ -887,6 +887,20 @@ def test_a_death_is_told_before_the_hang_it_makes(tmp_path: Path) -> None:
     assert found.measured.startswith("rank 1 at stage step 5: ended without a word"), found
 
 
+def test_ranks_are_told_in_the_order_in_which_they_ended(tmp_path: Path) -> None:
+    """Those that the launcher ended last, whenever that was; of many the first eight."""
+    times = {0: 7.0, 1: 3.0, 2: 5.0, 3: 1.0}
+    for rank, at in times.items():
+        leave(tmp_path, rank, "step 5", at, error="" if rank == 3 else f"RuntimeError: of {rank}")
+    told = postmortem.post_mortem(tmp_path, 4, {0: 1, 1: 1, 2: 1, 3: -15}).measured
+    assert re.findall(r"rank (\d) at", told) == ["1", "2", "0", "3"]
+    assert "of 1, rank 2 at" in told
+    for rank in range(12):
+        leave(tmp_path, rank, "step 5", 20.0 - rank, error="RuntimeError: of one")
+    told = postmortem.post_mortem(tmp_path, 12).measured
+    assert re.findall(r"rank (\d+) at", told) == [str(rank) for rank in range(11, 3, -1)]
+
+
 def test_the_worst_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     from accel_ft.diagnosis import finding
 
