@@ -193,7 +193,8 @@ def _build_model(
         )
     fsdp.configure(accelerator, model)
     filler = collate(splits.train, np.empty(0, np.int64), pad)
-    if accelerator.device.type == "cpu" and not (is_fsdp or is_compiled()):
+    on_cpu = accelerator.device.type == "cpu" and not (is_fsdp or is_compiled())
+    if on_cpu and accelerator.scaler is None:  # a scaled gradient may be NaN in rows never read
         is_sent = accelerator.distributed_type != DistributedType.NO
         if not is_sent or (
             dist.get_backend() == "gloo" and accelerator.gradient_accumulation_steps == 1
