@@ -38,8 +38,8 @@ def self_attention(
     Returns:
         What the module returns: [B, Q, hidden size], and the weights or None.
     """
-    if torch.is_autocast_enabled(tokens.device.type):  # once, not for each projection
-        kind = torch.get_autocast_dtype(tokens.device.type)
+    if tokens.is_cpu and torch.is_autocast_enabled("cpu"):  # once, not for each projection
+        kind = torch.get_autocast_dtype("cpu")
         tokens = tokens.to(kind)
         all_tokens = None if all_tokens is None else all_tokens.to(kind)
     all_tokens = tokens if all_tokens is None else all_tokens
@@ -52,7 +52,7 @@ def self_attention(
     )
     p = self.dropout.p if self.training else 0.0
     is_eager = self.config._attn_implementation == "eager"
-    is_ours = is_eager and tokens.device.type == "cpu" and not torch.compiler.is_compiling()
+    is_ours = is_eager and tokens.is_cpu and not torch.compiler.is_compiling()
     if is_ours and round(p * LEVELS) < LEVELS:
         attended, weights = attend(query, key, value, attention_mask, self.scaling, p), None
         attended = attended.transpose(1, 2)
