@@ -42,7 +42,7 @@ def dropout(
 def draw_kept(shape: torch.Size, dropped: int) -> torch.Tensor:
     """Return 1 for what is kept and 0 with a probability of `dropped` / LEVELS, uint8."""
     count = shape.numel()
-    generator = np.random.SFC64(int(torch.randint(2**63 - 1, ())))
+    generator = np.random.SFC64(torch.randint(2**63 - 1, (1,)).numpy())
     slices = generator.random_raw(-(-count // 4)).view(np.uint16)[:count]
     return torch.from_numpy((slices >= dropped).view(np.uint8)).view(shape)
 

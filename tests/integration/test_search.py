@@ -417,6 +417,10 @@ def test_a_trial_that_a_killed_search_left(search_of_stand_ins, tmp_path: Path) 
 
 def test_a_search_that_waits_can_be_stopped(search_of_stand_ins, tmp_path: Path) -> None:
     folder = tmp_path / "search/trial_0000"
+    (tmp_path / "search").mkdir()
+    study = study_in(tmp_path / "search")
+    study.set_user_attr("asked", {})
+    study.enqueue_trial({"learning_rate": 0.9})
     with FileLock(folder / "ranks/lock"):
         Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):

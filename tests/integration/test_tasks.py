@@ -291,7 +291,7 @@ def test_regression(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixt
         [text, "in a the to for treaty minister border"]
     )
     assert found[0].keys() == {"score"}
-    assert found[0]["score"] > 0.7 > -0.7 > found[1]["score"]
+    assert found[0]["score"] > found[1]["score"] + 0.7  # 1.5 and -1.5, were each word well known
     predict.main(["--checkpoint", str(tmp_path / "run"), "--text", text])
     assert json.loads(capsys.readouterr().out)["score"] == pytest.approx(
         found[0]["score"], abs=1e-5
