@@ -126,7 +126,7 @@ class _Search:
                 direction="maximize" if job.takes_highest else "minimize",
                 pruner=optuna.pruners.MedianPruner(),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (AssertionError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{journal}: is damaged ({first_line(error)}). Fix: another output_dir"
             ) from error
@@ -167,7 +167,12 @@ class _Search:
         if not study.trials and (left := sorted(self.config.output_dir.glob("trial_*"))):
             raise ConfigError(
                 f"output_dir={self.config.output_dir}: has {left[0].name}, of a study whose "
-                "study.log is gone. Fix: another output_dir"
+                "study.log is gone or damaged. Fix: another output_dir"
+            )
+        if study.trials and "asked" not in study.user_attrs:
+            raise ConfigError(
+                f"{self.config.output_dir / 'study.log'}: is damaged (what was asked is missing). "
+                "Fix: another output_dir"
             )
         earlier = study.user_attrs["asked"] if study.trials else {}
         for key, was in earlier.items():

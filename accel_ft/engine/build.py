@@ -194,7 +194,7 @@ def _build_model(
     fsdp.configure(accelerator, model)
     filler = collate(splits.train, np.empty(0, np.int64), pad)
     on_cpu = accelerator.device.type == "cpu" and not (is_fsdp or is_compiled())
-    if on_cpu and accelerator.scaler is None:  # a scaled gradient may be NaN in rows never read
+    if on_cpu and accelerator.scaler is None:  # its NaN would stay in rows that no batch reads
         is_sent = accelerator.distributed_type != DistributedType.NO
         if not is_sent or (
             dist.get_backend() == "gloo" and accelerator.gradient_accumulation_steps == 1

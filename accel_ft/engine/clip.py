@@ -24,7 +24,8 @@ def clip(accelerator: Accelerator, model: nn.Module, optimizer: Any, max_norm: f
         norm: Any = accelerator.clip_grad_norm_(model.parameters(), max_norm)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    if all(type(g) is torch.Tensor and g.is_cpu and g.dtype == torch.float32 for g in gradients):
+    kinds = {(type(g), g.device.type, g.dtype) for g in gradients}
+    if kinds == {(torch.Tensor, "cpu", torch.float32)}:
         flat = [gradient.flatten() for gradient in gradients]
         norm = torch.stack([gradient.dot(gradient) for gradient in flat]).sum().sqrt()
     else:

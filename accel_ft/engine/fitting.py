@@ -2,6 +2,7 @@
 a rank that runs out of memory leaves the others waiting.
 """
 
+import gc
 import logging
 from typing import Any
 
@@ -82,6 +83,8 @@ def fit_micro_batch(
         )
     model.to(accelerator.device).train()
     wanted = measured_need(accelerator, model, splits.train, pad)
+    del model
+    gc.collect()  # its layers stand in circles
     usable = int(capacity * (1 - RESERVE))
     size = config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
     rows = -(-size // accelerator.num_processes)  # of an update on a rank; more are not needed

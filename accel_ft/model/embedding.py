@@ -58,5 +58,5 @@ def fill_gradient(model: nn.Module) -> None:
             continue
         rows = embedding.filled_rows
         whole.zero_() if rows is None else whole.index_fill_(0, rows, 0)
-        embedding.filled_rows = gradient._indices()[0]
+        embedding.filled_rows = gradient._indices()[0].clone()  # it may be the batch itself
         embedding.weight.grad = whole.add_(gradient)

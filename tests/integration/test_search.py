@@ -470,10 +470,15 @@ def test_a_study_that_is_damaged_or_gone(search_of_stand_ins, tmp_path: Path) ->
     space, journal = "learning_rate: [0.9]\n", tmp_path / "search/study.log"
     search_of_stand_ins(space, "--num_trials", "1")
     lines = journal.read_bytes().splitlines(keepends=True)
-    for damage in (b"{\x00\n", b"{}\n", b"[]\n", b"\xff\n"):
+    assert b"asked" in lines[1]
+    unknown = lines[2].replace(b'"op_code":', b'"op_code":9')
+    for damage in (b"{\x00\n", b"{}\n", b"[]\n", b"\xff\n", unknown):
         journal.write_bytes(b"".join([*lines[:2], damage, *lines[3:]]))
         with pytest.raises(ConfigError, match=r"study\.log: is damaged .* Fix: another output_dir"):
             search_of_stand_ins(space, "--num_trials", "2")
+    journal.write_bytes(b"".join([lines[0], *lines[2:]]))
+    with pytest.raises(ConfigError, match=r"study\.log: is damaged \(what was asked is missing\)"):
+        search_of_stand_ins(space, "--num_trials", "2")
     journal.unlink()
     with pytest.raises(ConfigError, match=r"has trial_0000, of a study whose study\.log is gone"):
         search_of_stand_ins(space, "--num_trials", "2")

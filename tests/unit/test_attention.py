@@ -60,8 +60,8 @@ def test_output_and_gradients_are_those_of_the_model(shape: tuple[int, int], kin
 
 @pytest.mark.parametrize(("head_size", "most"), [(32, 1.0), (64, 1.1)])
 @pytest.mark.parametrize("length", [24, 64])
-def test_it_errs_no_more_in_bfloat16(length: int, head_size: int, most: float) -> None:
-    """Than what the model computes under autocast; heads of 32 cannot be scaled without rounding."""
+def test_it_errs_about_as_much_in_bfloat16(length: int, head_size: int, most: float) -> None:
+    """As what the model computes under autocast; heads of 32 cannot be scaled without rounding."""
     mask, scaling = mask_of("row", length, length), head_size**-0.5
     exact = inputs(length, length, head_size=head_size)
     rough = tuple(each.detach().bfloat16().requires_grad_() for each in exact)

@@ -66,12 +66,36 @@ def test_logits_and_gradients_are_the_same(kind: str, path: str, padded: bool) -
     assert first.state_dict().keys() == whole.state_dict().keys()
 
 
+@pytest.mark.parametrize("path", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", ["bert", "distilbert"])
+def test_a_mask_with_a_row_for_each_token(kind: str, path: str) -> None:
+    whole = classifier(kind, path).eval()
+    first = copy.deepcopy(whole)
+    leave_out_the_rest(first)
+    mask = torch.full((5, 1, 11, 11), torch.finfo(torch.float32).min).triu(
+        1
+    )  # sees what was before
+    mask[:, :, 0, 1:4] = 0  # or the first token but itself
+    given = inputs(False) | {"attention_mask": mask}
+    torch.testing.assert_close(first(**given).logits, whole(**given).logits)
+    assert not torch.allclose(first(**inputs(False)).logits, first(**given).logits, atol=1e-5)
+
+
+def test_who_asks_for_weights_gets_them() -> None:
+    model = classifier("bert").eval()
+    leave_out_the_rest(model)
+    for asked in ({"output_attentions": True}, {}):
+        model.config.output_attentions = not asked
+        shapes = [tuple(each.shape) for each in model(**inputs(True), **asked).attentions]
+        assert shapes == [(5, 4, 11, 11), (5, 4, 1, 11)]
+
+
 @pytest.mark.parametrize("kind", ["bert", "distilbert"])
 def test_in_bfloat16_gradients_are_no_further_from_the_truth(kind: str) -> None:
     """Than those of the model as it was, over five seeds; each is cast once for its projections."""
     errors = torch.zeros(2)
     for seed in range(5):
-        exact = classifier(kind, **dict.fromkeys(DROPOUT, 0.0), seed=seed)
+        exact = classifier(kind, **dict.fromkeys(DROPOUT, 0.0), seed=seed, initializer_range=0.3)
         ours, theirs = copy.deepcopy(exact), copy.deepcopy(exact)
         leave_out_the_rest(ours)
         found = []
