@@ -110,3 +110,12 @@ def test_a_sample_without_a_token(dtype: torch.dtype) -> None:
     mask = torch.full((2, 1, 1, 7), LEAST)
     attended = attend(*given, mask, 0.3, 0.0)
     torch.testing.assert_close(attended[:, :, 0], given[2].mean(2), rtol=0.02, atol=0.01)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    query, *_ = given = inputs(7, 7)
+    (first,) = torch.autograd.grad(
+        attend(*given, None, 0.3, 0.0).square().sum(), query, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()

@@ -81,6 +81,12 @@ def test_a_mask_with_a_row_for_each_token(kind: str, path: str) -> None:
     assert not torch.allclose(first(**inputs(False)).logits, first(**given).logits, atol=1e-5)
 
 
+def test_attention_that_drops_everything() -> None:
+    model = classifier("bert", **dict.fromkeys(DROPOUT, 0.0) | {DROPOUT[1]: 1.0}).train()
+    leave_out_the_rest(model)
+    assert model(**inputs(True)).logits.isfinite().all()
+
+
 def test_who_asks_for_weights_gets_them() -> None:
     model = classifier("bert").eval()
     leave_out_the_rest(model)

@@ -167,6 +167,19 @@ def test_a_sparse_gradient_of_the_words_is_the_whole_one(parts: tuple[int, ...])
     assert torch.equal(*weights) if set(parts) == {1} else torch.allclose(*weights, atol=1e-4)
 
 
+def test_a_batch_that_is_written_over() -> None:
+    """Its rows are remembered, not the batch."""
+    model, ids = Reader(nn.Embedding(50, 8)), torch.arange(16)[None]
+    make_sparse(model)
+    for _ in range(2):
+        model.zero_grad()
+        model(ids).sum().backward()
+        fill_gradient(model)
+        read = ids.clone()
+        ids += 16
+    assert model.words.weight.grad.any(1).nonzero().flatten().tolist() == read[0].tolist()
+
+
 def test_embeddings_that_cannot_be_sparse_are_left_alone() -> None:
     class Scaled(nn.Embedding):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
