@@ -5,13 +5,12 @@ accelerate launch --config_file STRATEGY.yaml -m accel_ft.doctor [--config JOB.y
 Prints a line a check: its name, PASS, WARN, FAIL or SKIP, what was measured, and how to mend it.
 """
 
-import logging
 import os
 import sys
 from collections.abc import Sequence
 
 from accel_ft.config import DoctorConfig
-from accel_ft.errors import Preempted, UserError, run_command
+from accel_ft.errors import Preempted, UserError, close_process_group, leave_last_words, run_command
 from accel_ft.settings import parse, settings_to_reproduce
 
 
@@ -25,8 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from accel_ft.runtime.logging import setup_logging
 
     is_main = os.environ.get("RANK", "0") == "0"
-    setup_logging(0 if is_main else 1)
-    logging.getLogger("accel_ft").setLevel(logging.ERROR)
+    setup_logging(False)  # the findings alone
     # Last until the end: whatever ends it before, what is left does not read as all well.
     unfinished = "did not come to its end", "standard error says why"
     findings = [Finding("examination", Verdict.FAIL, *unfinished)]
@@ -56,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if is_main:
         print(", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count))
     if counts[Verdict.FAIL]:
+        leave_last_words(f"error: the doctor found {counts[Verdict.FAIL]} faults: see its lines")
+        close_process_group()
         sys.exit(1)
 
 

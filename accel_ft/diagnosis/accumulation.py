@@ -5,7 +5,7 @@ found by writing down what a loop calls, and by comparing gradients.
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import wraps
+from functools import partial, wraps
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -18,7 +18,16 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from accel_ft.diagnosis.finding import Finding, check, listed, num_ranks
+from accel_ft.diagnosis.finding import (
+    Finding,
+    check,
+    failed,
+    listed,
+    num_ranks,
+    passed,
+    skipped,
+    warned,
+)
 from accel_ft.diagnosis.gradients import gradients_of, whole
 
 Update = list[str]
@@ -37,7 +46,7 @@ class _Recorder:
         self.added: set[Any] = set()
         self.sums_next = False
 
-    def forward(self, model: nn.parallel.DistributedDataParallel) -> None:
+    def forward(self, model: nn.parallel.DistributedDataParallel, _: Any) -> None:
         """Note whether DDP will sum the gradients of this pass over the ranks."""
         if torch.is_grad_enabled():
             self.sums_next = bool(model.require_backward_grad_sync)
@@ -48,7 +57,7 @@ class _Recorder:
 
         @wraps(original)
         def noted(*args: Any, **kwargs: Any) -> Any:
-            self.enter(note, *args)
+            self.enter(note, *args, *kwargs.values())
             try:
                 return original(*args, **kwargs)
             finally:
@@ -124,14 +133,12 @@ def recording(model: nn.Module | None = None) -> Iterator[list[str]]:
     """
     recorder = _Recorder()
     hooks = [
-        register_optimizer_step_pre_hook(
-            lambda optimizer, *_: recorder.enter(recorder.step, optimizer)
-        ),
+        register_optimizer_step_pre_hook(partial(recorder.enter, recorder.step)),
         register_optimizer_step_post_hook(recorder.leave),
     ]
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        hooks.append(model.register_forward_pre_hook(lambda ddp, _: recorder.forward(ddp)))
+        hooks.append(model.register_forward_pre_hook(recorder.forward))
     patches = [
         recorder.noting(torch.autograd, "backward", recorder.backward),
         recorder.noting(torch.amp.GradScaler, "step", lambda _, one, *__: recorder.step(one)),
@@ -181,33 +188,33 @@ def accumulation_calls(  # noqa: PLR0911
     """
     updates, rest = blocks(events)
     if WITHIN in events:
-        return Finding.skipped(f"{events.count(WITHIN)} steps within the backward pass")
+        return skipped(f"{events.count(WITHIN)} steps within the backward pass")
     if not updates:
-        return Finding.failed(f"no step in {len(events)} calls", "call optimizer.step()")
+        return failed(f"no step in {len(events)} calls", "call optimizer.step()")
     counts = [update.count(BACKWARD) for update in updates]
     most = max(counts)
     if most == 0:
-        return Finding.skipped(f"{events.count(STEP)} steps, no backward pass outside of step()")
+        return skipped(f"{events.count(STEP)} steps, no backward pass outside of step()")
     if BACKWARD in rest:
-        return Finding.failed(
+        return failed(
             f"the epoch ends with {rest.count(BACKWARD)} backward passes and no step: their "
             "gradients are dropped, or go into the next epoch's first update",
             "step after the last batch of an epoch too (accelerator.accumulate does), and divide "
             "by the number of samples it has",
         )
     if LEFT in events:
-        return Finding.failed(
+        return failed(
             f"{events.count(LEFT)} updates begin with the gradients of the one before",
             "optimizer.zero_grad() after each step",
         )
     about = f"{len(updates)} updates of {listed(sorted(set(counts)), 8)} micro-batches"
     if most > accumulation_steps:
-        return Finding.failed(
+        return failed(
             f"{about}, more than {accumulation_steps}",
             "see where step() is called; losses with a backward pass each count as micro-batches",
         )
     if most < accumulation_steps and len(updates) > 1:
-        return Finding.failed(
+        return failed(
             f"{about}, fewer than {accumulation_steps}",
             "step once for all of them: with accelerator.accumulate(model) around each, and "
             "Accelerator(gradient_accumulation_steps=...)",
@@ -223,7 +230,7 @@ def accumulation_calls(  # noqa: PLR0911
             for before, event in pairwise(events)
         )
         is_for_each_rank = schedules == num_ranks() and not is_after_backward
-        judged = Finding.warned if is_for_each_rank else Finding.failed
+        judged = warned if is_for_each_rank else failed
         return judged(
             f"the scheduler is stepped {schedules} times an update"
             + (", once for each rank" if is_for_each_rank else ""),
@@ -233,17 +240,17 @@ def accumulation_calls(  # noqa: PLR0911
         )
     sums = max(update.count(REDUCE) for update in updates)
     if sums > 1:
-        return Finding.warned(
+        return warned(
             f"gradients are summed over the ranks up to {sums} times an update of "
             f"{most} micro-batches",
             "model.no_sync() around all but the last backward pass (accelerator.accumulate)",
         )
     if len(set(counts)) > 1:
-        return Finding.warned(
+        return warned(
             f"{about}: a short last block",
             "its loss must be divided by its own number of samples: see `accumulated gradient`",
         )
-    return Finding.passed(about)
+    return passed(about)
 
 
 @check("accumulated gradient")
@@ -266,20 +273,20 @@ def accumulated_gradient(
     aa, ab, bb = torch.zeros(3, dtype=torch.float64)
     for name in theirs | ours:  # one after the other: all at once would be four times the model
         a, b = (
-            whole(each[name]).to_dense().double().cpu() if name in each else torch.zeros(1)
+            whole(each[name]).to_dense().cpu().double() if name in each else torch.zeros(1)
             for each in (ours, theirs)
         )
         aa, ab, bb = aa + (a * a).sum(), ab + (a * b).sum(), bb + (b * b).sum()
     if not bb:
-        return Finding.failed("the whole batch leaves no gradient", "is anything trained?")
+        return failed("the whole batch leaves no gradient", "is anything trained?")
     factor = float(ab / bb)
     left = (aa - 2 * factor * ab + factor**2 * bb).clamp_min(0)  # that no factor explains
     rest = float((left / aa.clamp_min(1e-60)).sqrt())
     about = f"{factor:.4f} times that of the whole batch, {rest:.1e} of it in another direction"
     if not (abs(factor - 1) <= tolerance and rest <= tolerance):  # nor where one is no number
-        return Finding.failed(
+        return failed(
             about,
             "divide each micro-batch's summed loss by the samples (or label weight) of the whole "
             "update, not by its own; compute the loss outside the model",
         )
-    return Finding.passed(about)
+    return passed(about)

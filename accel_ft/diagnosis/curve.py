@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from accel_ft.diagnosis.finding import Finding, check
+from accel_ft.diagnosis.finding import Finding, check, failed, passed
 
 
 @check("one against many")
@@ -19,17 +19,17 @@ def same_curve(
         tolerance: relative: float32 differs by about 1e-6, bf16 by 1e-2.
     """
     if not ours or len(ours) != len(alone):
-        return Finding.failed(f"{len(ours)} updates against {len(alone)}", "the same job for both")
+        return failed(f"{len(ours)} updates against {len(alone)}", "the same job for both")
     a, b = np.array(ours, np.float64), np.array(alone, np.float64)
     gaps = np.abs(a - b) / np.maximum(np.abs(b), 1e-12)
     far = np.flatnonzero(~(gaps <= tolerance).all(axis=1))  # what is no number is not near
     if len(far):
         first = int(far[0]) + 1
         mine, theirs = a[first - 1], b[first - 1]
-        return Finding.failed(
+        return failed(
             f"update {first}: loss {mine[0]:.6f} against {theirs[0]:.6f}, gradient norm "
             f"{mine[1]:.6f} against {theirs[1]:.6f} on one process",
             "divide by the label weight of the whole global batch (`accumulated gradient`); give "
             "each rank its share of the same batch (`sampling`)",
         )
-    return Finding.passed(f"{len(gaps)} updates, greatest relative difference {gaps.max():.1e}")
+    return passed(f"{len(gaps)} updates, greatest relative difference {gaps.max():.1e}")

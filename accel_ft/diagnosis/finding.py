@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cache, wraps
-from typing import Any, ParamSpec, Self
+from functools import cache, partial, wraps
+from typing import Any, ParamSpec
 
 from torch import distributed as dist
 
@@ -38,25 +38,12 @@ class Finding:
     measured: str
     mend: str = ""
 
-    @classmethod
-    def passed(cls, measured: str) -> Self:
-        """Return a PASS, which `check` names."""
-        return cls("", Verdict.PASS, measured)
 
-    @classmethod
-    def warned(cls, measured: str, mend: str) -> Self:
-        """Return a WARN, which `check` names."""
-        return cls("", Verdict.WARN, measured, mend)
-
-    @classmethod
-    def failed(cls, measured: str, mend: str) -> Self:
-        """Return a FAIL, which `check` names."""
-        return cls("", Verdict.FAIL, measured, mend)
-
-    @classmethod
-    def skipped(cls, reason: str) -> Self:
-        """Return a SKIP, which `check` names."""
-        return cls("", Verdict.SKIP, reason)
+# What a check finds; `check` names it.
+passed = partial(Finding, "", Verdict.PASS)
+warned = partial(Finding, "", Verdict.WARN)
+failed = partial(Finding, "", Verdict.FAIL)
+skipped = partial(Finding, "", Verdict.SKIP)
 
 
 def check(name: str) -> Callable[[Callable[P, Finding]], Callable[P, Finding]]:

@@ -10,8 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-Gradients = dict[str, torch.Tensor]
-
 
 @contextlib.contextmanager
 def own_random_numbers(loader: Any = None) -> Iterator[None]:
@@ -65,7 +63,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def untouched(model: nn.Module) -> Iterator[None]:
     """Put gradients, buffers and random numbers back as they were."""
     reshard(model)
-    gradients = [(p, p.grad) for p in model.parameters()]
+    keep = _clone_of_views(model)
+    gradients = [(p, p.grad, keep(p.grad)) for p in model.parameters()]
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
@@ -76,8 +75,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             reshard(model)
-            for p, gradient in gradients:
+            for p, gradient, values in gradients:
                 p.grad = gradient
+                if gradient is not None and values is not gradient:
+                    gradient.detach().copy_(values)
             for module, name, buffer, before in buffers:
                 if getattr(module, name) is not buffer:
                     setattr(module, name, buffer)
@@ -85,7 +86,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
                     buffer.detach().copy_(before)
 
 
-def gradients_of(model: nn.Module, run: Callable[[], Any]) -> Gradients:
+def gradients_of(model: nn.Module, run: Callable[[], Any]) -> dict[str, torch.Tensor]:
     """Return the gradients that `run` leaves, from none, by name; of what FSDP2 has sharded, this
     rank's share.
     """
@@ -94,5 +95,14 @@ def gradients_of(model: nn.Module, run: Callable[[], Any]) -> Gradients:
             p.grad = None
         run()
         reshard(model)
-        named = model.named_parameters()
-        return {name: p.grad.detach() for name, p in named if p.grad is not None}
+        keep = _clone_of_views(model)
+        named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+        return {name: keep(gradient).detach() for name, gradient in named}
+
+
+def _clone_of_views(model: nn.Module) -> Callable[[Any], Any]:
+    """Return what keeps a gradient's numbers: where DDP has it be a view of its bucket, into which
+    the next pass writes, its clone.
+    """
+    are_views = any(getattr(m, "gradient_as_bucket_view", False) for m in model.modules())
+    return lambda gradient: gradient.clone() if are_views and gradient is not None else gradient

@@ -75,26 +75,23 @@ def preflight(run: Run) -> None:
     Raises:
         LaunchError: naming what is wrong.
     """
-    findings = [
-        agreed(finding)
-        for finding in (
-            machine.versions(),
-            machine.devices(run.accelerator.device, run.accelerator.mixed_precision),
-            machine.limits(run.config.dataloader_num_workers),
-            order.optimizer_holds_model(run.model, run.optimizer),
-            replicas.same_weights(run.model),
-            replicas.same_buffers(run.model),
-        )
-    ]
-    for finding in findings:
-        if finding.verdict is Verdict.WARN and run.accelerator.is_main_process:
-            logger.warning("%s: %s. Mend: %s", finding.check, finding.measured, finding.mend)
-    faults = [finding for finding in findings if finding.verdict is Verdict.FAIL]
+    findings = (
+        machine.versions(),
+        machine.devices(run.accelerator.device, run.accelerator.mixed_precision),
+        machine.limits(run.config.dataloader_num_workers),
+        order.optimizer_holds_model(run.model, run.optimizer),
+        replicas.same_weights(run.model),
+        replicas.same_buffers(run.model),
+    )
+    faults = []
+    for found in map(agreed, findings):
+        if found.verdict is Verdict.FAIL:
+            faults.append(f"{found.check}: {found.measured}. Fix: {found.mend}")
+        elif found.verdict is Verdict.WARN and run.accelerator.is_main_process:
+            logger.warning("%s: %s. Mend: %s", found.check, found.measured, found.mend)
     if faults:
-        raise LaunchError(
-            "\n  ".join(f"{f.check}: {f.measured}. Fix: {f.mend}" for f in faults)
-            + f"\n  ({DOCTOR}; --preflight off starts all the same)"
-        )
+        faults.append(f"({DOCTOR}; --preflight off starts all the same)")
+        raise LaunchError("\n  ".join(faults))
 
 
 def examine(config: TrainConfig) -> Iterator[Finding]:
@@ -104,31 +101,31 @@ def examine(config: TrainConfig) -> Iterator[Finding]:
         config: the job; where it names neither model nor rows, one of the doctor's own takes its
             place. Runs of a few updates are written beside its output_dir, and removed.
     """
-    yield from map(agreed, _examine(config))
-
-
-def _examine(config: TrainConfig) -> Iterator[Finding]:
+    limit = _limit_seconds(config)
     with order.construction() as log:
-        accelerator = make_training_accelerator(_limit_seconds(config))
-        yield machine.versions()
-        yield machine.devices(accelerator.device, accelerator.mixed_precision)
-        yield machine.limits(config.dataloader_num_workers)
-        yield machine.clocks()
-        yield machine.hub(_needs_hub(config), constants.HF_HUB_OFFLINE, hub_reachable)
-        yield machine.links(accelerator.device)
-        name = gather(f".doctor-{secrets.token_hex(4)}")[0]
-        folder = config.output_dir.absolute().parent / name
+        accelerator = make_training_accelerator(limit)
+        folder = config.output_dir.absolute().parent / gather(f".doctor-{secrets.token_hex(4)}")[0]
         if accelerator.is_main_process:
             _remove_forgotten(folder.parent)
         rank, num_ranks = accelerator.process_index, accelerator.num_processes
         try:
-            with Watch(folder / "ranks", rank, num_ranks, _limit_seconds(config)) as watch:
-                yield order.arrival("start")
-                yield from _on_the_job(config, accelerator, log, watch, folder)
+            with Watch(folder / "ranks", rank, num_ranks, limit) as watch:  # of `agreed`, too
+                yield from map(agreed, _on_the_machine(config, accelerator))
+                yield from map(agreed, _on_the_job(config, accelerator, log, watch, folder))
                 watch.wait()
         finally:
             if accelerator.is_main_process:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _on_the_machine(config: TrainConfig, accelerator: Accelerator) -> Iterator[Finding]:
+    yield machine.versions()
+    yield machine.devices(accelerator.device, accelerator.mixed_precision)
+    yield machine.limits(config.dataloader_num_workers)
+    yield machine.clocks()
+    yield machine.hub(_needs_hub(config), constants.HF_HUB_OFFLINE, hub_reachable)
+    yield machine.links(accelerator.device)
+    yield order.arrival("start")
 
 
 def _remove_forgotten(parent: Path) -> None:
@@ -166,7 +163,6 @@ def _probe(config: TrainConfig, folder: Path, watch: Watch) -> TrainConfig:
         config = config.resolved(
             model_name_or_path=str(folder / "model"),
             train_file=folder / "rows.csv",
-            metric_for_best_model=None,  # of other labels
         )
     return config.resolved(
         output_dir=folder / "run", max_steps=UPDATES, logging_steps=1, save_steps=UPDATES,
@@ -175,6 +171,7 @@ def _probe(config: TrainConfig, folder: Path, watch: Watch) -> TrainConfig:
         resume_from_checkpoint=None, load_best_model_at_end=False, profile=False, report_to=(),
         save_total_limit=KEPT, early_stopping_patience=None, on_nonfinite="stop",
         class_weights=None if config.class_weights == "balanced" else config.class_weights,
+        oversampling=None, metric_for_best_model=None,  # the few rows may have no rare label
     )  # fmt: skip
 
 
@@ -198,6 +195,7 @@ def _on_the_job(
     with dropout.on_cpu(accelerator.device):  # as training does
         yield from _on_the_loop(run)
         yield from _on_the_replicas(run, "at the end")
+        job = run.config  # with the micro-batch that `auto` has found: not once more
         _let_go(run)  # what follows needs its room, and that of its checkpoints
         if accelerator.is_main_process:
             shutil.rmtree(job.output_dir)
@@ -353,12 +351,12 @@ def _loader_speed(run: Run, model: nn.Module) -> Finding:
 def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
     """The beginnings of some rows by heart, no two of them alike: on this process alone."""
     is_part = run.config.freeze is not None or run.config.lora_r is not None
-    yield learning.usual_rate(scaled_learning_rate(run.config), 1.0 if is_part else None)
-    if run.accelerator.mixed_precision == "fp16":
-        yield Finding("overfits", Verdict.SKIP, FP16)
-        return
-    if run.config.freeze is not None:
-        yield Finding("overfits", Verdict.SKIP, "a frozen encoder learns no rows by heart")
+    rate = scaled_learning_rate(run.config)
+    yield learning.usual_rate(rate, 1.0 if is_part else learning.HIGHEST_RATE)
+    is_frozen = run.config.freeze is not None
+    if is_frozen or run.accelerator.mixed_precision == "fp16":
+        why = "a frozen encoder learns no rows by heart" if is_frozen else FP16
+        yield Finding("overfits", Verdict.SKIP, why)
         return
     split = run.splits.train
     # BART's and T5's kind find a text's last token by its end token: they see all of it.
@@ -366,7 +364,10 @@ def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
     places = np.arange(min(len(split), 100 * LEARNT_ROWS), dtype=np.int64)
     rows = [row[..., :tokens] for row in split.tokens(places)]
     different = {row.tobytes(): place for place, row in enumerate(rows)}
-    chosen = np.array(list(different.values())[:LEARNT_ROWS])
+    at_once = run.config.per_device_train_batch_size
+    assert at_once != "auto"
+    num_rows = LEARNT_ROWS if tokens else min(LEARNT_ROWS, at_once)  # whole ones may be long
+    chosen = np.array(list(different.values())[:num_rows])
     batch = run.train_batches.pad([rows[place] for place in chosen])
     batch |= {"labels": torch.from_numpy(split.labels(chosen)), "weights": torch.ones(len(chosen))}
     batch = send_to_device(batch, run.accelerator.device)
@@ -384,18 +385,18 @@ def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
 
     one_label = run.config.problem_type == "single_label_classification"
     yield learning.overfits(step, goal=0.1 if one_label else None)
-    if not one_label:
-        yield Finding("predictions", Verdict.SKIP, f"{run.config.problem_type}: none is a class")
-        return
-    if bool((batch["labels"] == batch["labels"][0]).all()):
-        yield Finding("predictions", Verdict.SKIP, "the rows that were learnt have one label")
+    labels = batch["labels"]
+    if not one_label or bool((labels == labels[0]).all()):
+        one = "the rows that were learnt have one label"
+        why = one if one_label else f"{run.config.problem_type}: none is a class"
+        yield Finding("predictions", Verdict.SKIP, why)
         return
     with torch.no_grad(), run.accelerator.autocast():
         yield learning.varied_predictions(forward(model, batch))
 
 
 def _on_the_replicas(run: Run, when: str) -> Iterator[Finding]:
-    batch = _batch(run, run.plan.global_batch(run.accelerator.process_index)[:8])
+    batch = _batch(run, run.plan.global_batch(0)[:8])
     for finding in (
         replicas.same_weights(run.model),
         replicas.same_buffers(run.model),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from accel_ft.diagnosis.finding import Finding, check, listed
+from accel_ft.diagnosis.finding import Finding, check, failed, listed, passed, skipped, warned
 from accel_ft.diagnosis.gradients import whole
 
 ENOUGH_UPDATES = 20  # to tell a loss that does not fall
@@ -28,14 +28,14 @@ def initial_loss(loss: float, num_labels: int, is_fresh: bool = True) -> Finding
     expected = math.log(num_labels)
     about = f"{loss:.4f}, ln({num_labels}) is {expected:.4f}"
     if not math.isfinite(loss):
-        return Finding.failed(about, "see the inputs and the precision: no number comes out")
+        return failed(about, "see the inputs and the precision: no number comes out")
     if loss > 2 * expected + 0.5 or (is_fresh and loss < expected / 2):
-        return Finding.warned(
+        return warned(
             about,
             "a fresh head should begin near it: see the labels, the size of the head's weights, "
             "and whether the loss is a mean",
         )
-    return Finding.passed(about)
+    return passed(about)
 
 
 def _partner(name: str) -> str:
@@ -45,18 +45,17 @@ def _partner(name: str) -> str:
 
 
 @check("learning rate")
-def usual_rate(learning_rate: float, highest: float | None = None) -> Finding:
+def usual_rate(learning_rate: float, highest: float = HIGHEST_RATE) -> Finding:
     """Compare a learning rate of AdamW with those that models are fine-tuned at.
 
     Args:
         learning_rate: at its peak.
         highest: a new head on a frozen encoder, or adapters, bear more than a whole model.
     """
-    highest = highest or HIGHEST_RATE
     if LOWEST_RATE <= learning_rate <= highest:
-        return Finding.passed(f"{learning_rate:g}")
+        return passed(f"{learning_rate:g}")
     about = f"{learning_rate:g} is not between {LOWEST_RATE:g} and {highest:g}"
-    return Finding.warned(about, "2e-5 to 1e-4 for a whole encoder, 1e-3 for adapters or a head")
+    return warned(about, "2e-5 to 1e-4 for a whole encoder, 1e-3 for adapters or a head")
 
 
 @check("gradient norms")
@@ -72,23 +71,21 @@ def gradient_norms(model: nn.Module) -> Finding:
         if p.grad is not None
     }
     if not norms:
-        return Finding.failed("no parameter has a gradient", "loss.backward(), requires_grad")
+        return failed("no parameter has a gradient", "loss.backward(), requires_grad")
     sick = [name for name, norm in norms.items() if not math.isfinite(norm)]
     if sick:
-        return Finding.failed(
-            f"not finite: {listed(sick)}", "see the inputs, the precision, the rate"
-        )
+        return failed(f"not finite: {listed(sick)}", "see the inputs, the precision, the rate")
     still = [name for name, norm in norms.items() if norm == 0.0 and not norms.get(_partner(name))]
     total = math.sqrt(sum(norm**2 for norm in norms.values()))
     if total == 0.0:
-        return Finding.failed("all are zero", "the loss does not depend on the weights")
+        return failed("all are zero", "the loss does not depend on the weights")
     about = f"{total:.4f} in all, {len(norms)} parameters"
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     if frozen:
         about += f"; {len(frozen)} are frozen, the last one {frozen[-1]}"
     if still:
-        return Finding.warned(f"{about}; zero: {listed(still)}", "does the loss depend on them?")
-    return Finding.passed(about)
+        return warned(f"{about}; zero: {listed(still)}", "does the loss depend on them?")
+    return passed(about)
 
 
 @check("overfits")
@@ -111,20 +108,18 @@ def overfits(
         losses.append(step())
         goal = losses[0] / 3 if goal is None else goal
         if len(losses) >= 3 and max(losses[-3:]) < goal:
-            return Finding.passed(
-                f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} updates"
-            )
+            return passed(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} updates")
         if not math.isfinite(losses[-1]):
             break
     about = (
         f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} updates, not below {goal:.3g}"
     )
     if len(losses) < steps and losses[-1] < losses[0] / 2:
-        return Finding.passed(f"{about}: half, which {seconds:.0f} s allow")
+        return passed(f"{about}: half, which {seconds:.0f} s allow")
     falls = losses[-1] < FALLING * losses[0]
     if len(losses) < (steps if falls else min(steps, ENOUGH_UPDATES)) and math.isfinite(losses[-1]):
-        return Finding.skipped(f"{about}: too slow a device to tell in {seconds:.0f} s")
-    return Finding.failed(
+        return skipped(f"{about}: too slow a device to tell in {seconds:.0f} s")
+    return failed(
         about,
         "are labels and rows of one sample? is a layer frozen, see `gradient norms`, that should "
         "learn? does the optimizer hold the parameters, and is the "
@@ -140,11 +135,11 @@ def varied_predictions(logits: torch.Tensor) -> Finding:
         logits: [n, C].
     """
     if logits.shape[-1] == 1:
-        return Finding.skipped("one logit: there are no classes to count")
+        return skipped("one logit: there are no classes to count")
     counts = torch.bincount(logits.argmax(-1).flatten().cpu(), minlength=logits.shape[-1])
     about = f"of {len(logits)} rows by class: {counts.tolist()}"
     if not torch.isfinite(logits).all():
-        return Finding.failed("logits are not finite", "see the inputs and the precision")
+        return failed("logits are not finite", "see the inputs and the precision")
     if len(logits) >= 8 and int((counts > 0).sum()) == 1:
-        return Finding.warned(f"{about}: one class for all", "train longer, or see `overfits`")
-    return Finding.passed(about)
+        return warned(f"{about}: one class for all", "train longer, or see `overfits`")
+    return passed(about)

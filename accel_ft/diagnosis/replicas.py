@@ -2,13 +2,24 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import xxhash
 from torch import nn
 
-from accel_ft.diagnosis.finding import Finding, check, gather, listed, num_ranks
+from accel_ft.diagnosis.finding import (
+    Finding,
+    check,
+    failed,
+    gather,
+    listed,
+    num_ranks,
+    passed,
+    skipped,
+    warned,
+)
 from accel_ft.diagnosis.gradients import gradients_of
 from accel_ft.runtime.fsdp import strategy_of
 
@@ -45,23 +56,24 @@ def is_sharded(model: nn.Module) -> bool:
     return shares or strategy_of(model).startswith("FSDP")
 
 
-def _alike(model: nn.Module, tensors: Tensors, mend: str) -> Finding:
+def _alike(model: nn.Module | None, tensors: Tensors, mend: str) -> Finding:
+    """Compare tensors over the ranks; of `model`, which may be sharded."""
     if num_ranks() == 1:
-        return Finding.skipped("one process: nothing to compare with")
-    if is_sharded(model):
-        return Finding.skipped("each rank holds its own share under FSDP")
+        return skipped("one process: nothing to compare with")
+    if model is not None and is_sharded(model):
+        return skipped("each rank holds its own share under FSDP")
     ranks = gather({name: digest(tensor) for name, tensor in tensors})
     names = dict.fromkeys(name for rank in ranks for name in rank)
     seen = {name: [rank.get(name) for rank in ranks] for name in names}
     differing = [name for name in seen if len(set(seen[name])) > 1]
     if not differing:
-        return Finding.passed(f"{len(seen)} tensors have the same bits on every rank")
+        return passed(f"{len(seen)} tensors have the same bits on every rank")
     odd: set[int] = set()
     for name in differing:
         usual = Counter(seen[name]).most_common(1)[0][0]  # of as many, rank 0's
         odd |= {number for number, value in enumerate(seen[name]) if value != usual}
     words = f"{len(differing)} of {len(seen)} differ, on rank {listed(sorted(odd))}; the first is"
-    return Finding.failed(f"{words} {differing[0]}", mend)
+    return failed(f"{words} {differing[0]}", mend)
 
 
 @check("same weights")
@@ -87,9 +99,9 @@ def same_buffers(model: nn.Module) -> Finding:
     sent = {id(buffer) for m in sending for buffer in m.buffers()}
     kept = [(name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in sent]
     if sent and not kept:
-        return Finding.passed("DDP sends rank 0's before each forward pass")
+        return passed("DDP sends rank 0's before each forward pass")
     return _alike(
-        model,
+        None,  # FSDP leaves them whole, and sends none
         kept,
         "leave DDP's broadcast_buffers on: rank 0's are sent before each forward pass, so save on "
         "rank 0; SyncBatchNorm where the statistics of all ranks are wanted",
@@ -114,17 +126,19 @@ def same_gradients(model: nn.Module) -> Finding:
 def used_parameters(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Finding:
     """Find trainable parameters that the loss of a batch does not depend on."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    gradients = gradients_of(model, lambda: torch.autograd.backward(loss()))
+    alone = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
+    with nullcontext() if alone is None else alone.no_sync():  # it would wait for unused ones
+        gradients = gradients_of(model, lambda: torch.autograd.backward(loss()))
     unused = [name for name, _ in named if name not in gradients]
     if unused:
-        return Finding.warned(
+        return warned(
             f"{len(unused)} of {len(named)} get no gradient: {listed(unused)}; unless it is told "
             "to look for them, DDP stops at the next forward pass",
             "requires_grad_(False) for them, or DistributedDataParallelKwargs("
             "find_unused_parameters=True) (accel_ft sets it), which costs a pass over the graph at "
             "each step",
         )
-    return Finding.passed(f"all {len(named)} trainable parameters get a gradient")
+    return passed(f"all {len(named)} trainable parameters get a gradient")
 
 
 @check("same loss")
@@ -136,14 +150,14 @@ def same_loss(loss: Callable[[Any], torch.Tensor], batch: Any) -> Finding:
         batch: tensors on the CPU; rank 0's is taken.
     """
     if num_ranks() == 1:
-        return Finding.skipped("one process: nothing to compare with")
+        return skipped("one process: nothing to compare with")
     first = gather(batch)[0]
     with torch.no_grad():
         losses = gather(float(loss(first)))
     limit = 1e-6 * max(1.0, abs(losses[0]))
     if not all(abs(value - losses[0]) <= limit for value in losses):
-        return Finding.failed(
+        return failed(
             f"of the same batch the ranks compute {listed([f'{x:.7f}' for x in losses], 8)}",
             "see `same weights` and `same buffers`; else the ranks run other code or precision",
         )
-    return Finding.passed(f"{losses[0]:.6f} on {len(losses)} ranks")
+    return passed(f"{losses[0]:.6f} on {len(losses)} ranks")

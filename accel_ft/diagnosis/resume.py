@@ -54,13 +54,15 @@ def random_state() -> dict[str, Any]:
 
 def _values(state: Any, name: str) -> dict[str, Any]:
     """What a state holds, by the way to it, as something that compares."""
-    return {
-        path: digest(torch.as_tensor(value))
-        if isinstance(value, torch.Tensor | np.ndarray)
-        else value
-        for path, value in leaves(state, name)
-        if not callable(value)
-    }
+    named = leaves(state, name)
+    return {path: _comparable(value) for path, value in named if not callable(value)}
+
+
+def _comparable(value: Any) -> Any:
+    if isinstance(value, np.ndarray) and value.dtype.kind not in "biufc":  # words, say
+        return value.tolist()
+    is_array = isinstance(value, torch.Tensor | np.ndarray)
+    return digest(torch.as_tensor(value)) if is_array else value
 
 
 def snapshot(job: Job) -> dict[str, dict[str, Any]]:
@@ -116,9 +118,10 @@ def resume(make: Callable[[], Job], folder: Path, steps: int = 3) -> list[Findin
     ]
     drawn = {_generator(key) for key in _differing(saved[RANDOM], after[RANDOM])}
 
+    idle = {key for key in saved[RANDOM] if _generator(key) not in drawn}
+
     def needed(values: Mapping[str, Any]) -> dict[str, Any]:
-        is_idle = {key for key in saved[RANDOM] if _generator(key) not in drawn}
-        return {key: value for key, value in values.items() if key not in is_idle}
+        return {key: value for key, value in values.items() if key not in idle}
 
     ours, theirs = needed(saved[RANDOM]), needed(loaded[RANDOM])
     draws = _part(f"resume: {RANDOM}", ours, theirs, findings[-1].mend)

@@ -4,16 +4,27 @@ by what the loader yields, not by how it is built.
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 from torch.utils.data import IterableDataset, WeightedRandomSampler
 
-from accel_ft.diagnosis.finding import Finding, Verdict, check, gather, listed
+from accel_ft.diagnosis.finding import (
+    Finding,
+    Verdict,
+    check,
+    failed,
+    gather,
+    listed,
+    passed,
+    warned,
+)
 from accel_ft.diagnosis.gradients import holders, own_random_numbers
 
 Ids = Callable[[Any], Iterable[Any]]
 Ranks = list[tuple[list[Any], int]]  # of each rank: the numbers of its rows, its largest batch
+FEW_ROWS = 8  # of a rank
 DRAWN_WITH_REPLACEMENT = 0.45  # share of the rows that is left out, and some more: 1 / e
 SHARD = (
     "accelerator.prepare(loader), or DataLoader(sampler=DistributedSampler(dataset)), after the "
@@ -68,11 +79,14 @@ def training_sampling(
             epochs.append(_read(loader, ids))
         before_epoch(0)
     first, second = (_coverage(ranks, num_samples, loader) for ranks in epochs)
-    if first.verdict is not Verdict.FAIL and second.verdict is Verdict.FAIL:
+    severity = list(Verdict).index
+    if severity(second.verdict) > severity(first.verdict):
         mend = f"set_epoch(epoch) on every rank, a new iterator in __iter__; else {second.mend}"
-        return Finding.failed(f"in the second epoch {second.measured}", mend)
-    if first.verdict is Verdict.PASS and epochs[0] == epochs[1] and num_samples > len(epochs[0]):
-        return Finding.failed(
+        return replace(second, measured=f"in the second epoch {second.measured}", mend=mend)
+    # Of a few rows, an order may come again by chance.
+    is_many = num_samples > FEW_ROWS * len(epochs[0])
+    if first.verdict is Verdict.PASS and epochs[0] == epochs[1] and is_many:
+        return failed(
             "both epochs have one order",
             "loader.sampler.set_epoch(epoch) before each epoch, or shuffle=True; a stream: another "
             "order in each __iter__",
@@ -89,7 +103,8 @@ def evaluation_sampling(loader: Iterable[Any], num_samples: int, ids: Ids) -> Fi
         num_samples: rows of the whole data set.
         ids: gives the numbers of the rows of a batch whose predictions are counted.
     """
-    ranks = _read(loader, ids)
+    with own_random_numbers(loader):
+        ranks = _read(loader, ids)
     finding = _coverage(ranks, num_samples)
     counted = sum(len(numbers) for numbers, _ in ranks)
     rows = {number for numbers, _ in ranks for number in numbers}
@@ -97,17 +112,17 @@ def evaluation_sampling(loader: Iterable[Any], num_samples: int, ids: Ids) -> Fi
         return finding
     about = f"{counted} predictions are counted of {num_samples} rows ({finding.measured})"
     if counted < num_samples:
-        return Finding.failed(about, "drop_last=False")
+        return failed(about, "drop_last=False")
     if counted == num_samples:
-        return Finding.failed(
+        return failed(
             f"as many rows are counted twice as are never counted ({finding.measured})",
             "a sampler that covers the data set once",
         )
     mend = "give each row its number, gather (number, prediction), and count each number once"
     if hasattr(loader, "gradient_state"):  # accelerate's
         gathers = "accelerator.gather_for_metrics(...) drops those that make the ranks even, "
-        return Finding.warned(about, f"{gathers}inside the loop, batches of one size; else {mend}")
-    return Finding.failed(about, mend)
+        return warned(about, f"{gathers}inside the loop, batches of one size; else {mend}")
+    return failed(about, mend)
 
 
 def _coverage(ranks: Ranks, num_samples: int, loader: Any = None) -> Finding:
@@ -123,21 +138,19 @@ def _coverage(ranks: Ranks, num_samples: int, loader: Any = None) -> Finding:
     about = f"rows of each rank {listed(sizes, 8)}; {len(readers)} different ones of {num_samples}"
     is_whole = min(map(len, rows)) == num_samples > max(largest) and len(rows) > 1
     if is_whole or (shared > room and (again <= room or sum(sizes) > num_samples + room)):
-        return Finding.failed(
-            f"the ranks read the same rows: {shared} on more than one; {about}", SHARD
-        )
+        return failed(f"the ranks read the same rows: {shared} on more than one; {about}", SHARD)
     by_weight = any(isinstance(each, WeightedRandomSampler) for each in holders(loader))
     if again > room and (by_weight or missing <= DRAWN_WITH_REPLACEMENT * num_samples):
         alike = not by_weight and all(min(read.values(), default=0) > 1 for read in rows)
-        return (Finding.failed if alike else Finding.warned)(
+        return (failed if alike else warned)(
             f"{again} times a rank reads a row again, {missing} are never read; {about}",
             "drawn with replacement, that is so; each worker of an IterableDataset its share "
             "(torch.utils.data.get_worker_info())",
         )
     if missing > room:
-        return Finding.failed(
+        return failed(
             f"{missing} rows are never read; {about}", "a sampler that covers the data set"
         )
     if missing < 0:
-        return Finding.failed(about, "numbers that stay with their rows, and all rows counted")
-    return Finding.passed(about)
+        return failed(about, "numbers that stay with their rows, and all rows counted")
+    return passed(about)

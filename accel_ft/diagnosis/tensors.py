@@ -2,10 +2,10 @@
 
 import contextlib
 import dis
+import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice, pairwise
-from multiprocessing import get_start_method
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_ft.diagnosis.finding import Finding, check, listed
+from accel_ft.diagnosis.finding import Finding, check, failed, listed, passed, skipped, warned
 from accel_ft.diagnosis.gradients import gradients_of, own_random_numbers, untouched
 from accel_ft.diagnosis.replicas import digest
 
@@ -88,28 +88,24 @@ def dataset_tensors(loader: DataLoader[Any]) -> Finding:
             yielded += _parts(row, "sample")
             with contextlib.suppress(Exception):  # a collate_fn that wants more rows
                 yielded += _parts(loader.collate_fn([row]), "batch")
-    held = list(_parts(dataset, "dataset"))
+    held = [*_parts(dataset, "dataset"), *_parts(loader.collate_fn, "collate_fn")]
     tensors = _tensors([*yielded, *held])
     far = [f"{name} on {tensor.device}" for name, tensor in tensors if tensor.device.type != "cpu"]
     if far and workers > 0:
-        return Finding.failed(
+        return failed(
             f"{listed(far)}, with {workers} workers: they cannot use the parent's device",
             "yield tensors on the CPU and move each batch (accelerate's loader does), or "
             "num_workers=0",
         )
     copied = [words for path, part in held if (words := _copied(path, part, loader))]
     if copied and workers > 0:
-        return Finding.warned(
+        return warned(
             f"each of {workers} workers copies {listed(copied)}",
-            "tensor.share_memory_(), or a memory-mapped file (numpy.memmap, Arrow) that each opens",
+            "a tensor, or a memory-mapped file (numpy.memmap, Arrow) that each worker opens itself",
         )
     if far:
-        return Finding.warned(
-            listed(far), "yield tensors on the CPU: each row is a copy of its own"
-        )
-    return Finding.passed(
-        f"a row, a batch and what the data set holds are on the CPU; {workers} workers"
-    )
+        return warned(listed(far), "yield tensors on the CPU: each row is a copy of its own")
+    return passed(f"a row, a batch and what the data set holds are on the CPU; {workers} workers")
 
 
 def _rows(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -123,16 +119,14 @@ def _rows(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def _copied(path: str, part: Any, loader: DataLoader[Any]) -> str:
-    """What a worker copies: lists (reference counts), and all of it where not forked."""
+    """What a worker copies: lists (reference counts), and arrays where it is not forked; tensors
+    torch puts into shared memory.
+    """
     if isinstance(part, list | tuple):
         return f"{path}, a list of {len(part):,}"
-    context = loader.multiprocessing_context
-    method = context.get_start_method() if context is not None else get_start_method()
-    if method == "fork" or isinstance(part, np.memmap | nn.Module):
-        return ""
-    if isinstance(part, torch.Tensor) and part.is_shared():  # type: ignore[no-untyped-call]
-        return ""
-    return f"{path}, {part.nbytes / 2**20:.0f} MiB" if part.nbytes > LARGE_BYTES else ""
+    method = (loader.multiprocessing_context or multiprocessing).get_start_method()
+    copies = isinstance(part, np.ndarray) and part.nbytes > LARGE_BYTES and method != "fork"
+    return f"{path}, {part.nbytes / 2**20:.0f} MiB" if copies else ""
 
 
 @check("data set and model")
@@ -142,13 +136,13 @@ def shared_modules(dataset: Any, model: nn.Module) -> Finding:
     inside = {tensor.data_ptr() for _, tensor in held if _has_memory(tensor)}
     shared = [n for n, p in model.named_parameters() if _has_memory(p) and p.data_ptr() in inside]
     if shared:
-        return Finding.failed(
+        return failed(
             f"the data set holds {len(shared)} of the model's parameters: {listed(shared)}; its "
             "workers see the weights of the moment they were forked, and wrapping moves them away",
             "encode in the model's forward pass, or give the data set a frozen copy "
             "(copy.deepcopy(encoder).eval().requires_grad_(False))",
         )
-    return Finding.passed("they share no parameter")
+    return passed("they share no parameter")
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
@@ -174,17 +168,17 @@ def aliased_parameters(model: nn.Module, sharded: bool = False) -> Finding:
         elif np.shares_memory(_place(first), _place(second)):
             views.append(f"{one} = {other}")
     if views:
-        return Finding.failed(
+        return failed(
             f"views of one memory: {listed(views)}: sharding gives each a share of its own, and "
             "they drift apart",
             "one nn.Parameter used in both places (module_b.weight = module_a.weight)",
         )
     if ties and sharded:
-        return Finding.warned(
+        return warned(
             f"tied: {listed(ties)}",
             "under FSDP both must be in the same wrapped unit: leave them to the root",
         )
-    return Finding.passed(f"tied: {listed(ties)}" if ties else "each parameter has its own memory")
+    return passed(f"tied: {listed(ties)}" if ties else "each parameter has its own memory")
 
 
 def _place(tensor: torch.Tensor) -> NDArray[np.void]:
@@ -219,14 +213,14 @@ def in_place(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Finding:
             gradients_of(model, lambda: torch.autograd.backward(value))
     except RuntimeError as error:
         if "inplace" not in str(error) and "in-place" not in str(error):
-            return Finding.skipped(f"the loss could not be computed: {error}")
-        return Finding.failed(
+            return skipped(f"the loss could not be computed: {error}")
+        return failed(
             str(error).split(". Hint")[0].strip(),
             "write x = x + y in place of x += y there; anomaly mode prints the line",
         )
     if changed:
-        return Finding.failed(
+        return failed(
             f"the forward pass changes parameters: {listed(changed)}",
             "compute with a copy: parameters change in the optimizer's step alone",
         )
-    return Finding.passed(f"{len(before)} parameters and all saved activations are as they were")
+    return passed(f"{len(before)} parameters and all saved activations are as they were")

@@ -140,13 +140,14 @@ def test_device_tensors_in_workers() -> None:
     well(tensors.dataset_tensors(DataLoader(Encoded(), num_workers=2)))
 
 
-def test_copies_in_spawned_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_in_spawned_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensors, "LARGE_BYTES", 16)
     rows = Encoded()
     loader = DataLoader(rows, num_workers=2, multiprocessing_context="spawn")
-    caught(tensors.dataset_tensors(loader), "each of 2 workers copies dataset.rows")
-    rows.rows.share_memory_()
-    well(tensors.dataset_tensors(loader))
+    well(tensors.dataset_tensors(loader))  # torch has workers share a tensor
+    rows.array = np.memmap(tmp_path / "rows", shape=32, mode="w+")  # which is sent in whole
+    caught(tensors.dataset_tensors(loader), "each of 2 workers copies dataset.array")
+    well(tensors.dataset_tensors(DataLoader(rows, num_workers=2)))
 
 
 def test_encoder_in_data_set_and_model() -> None:
@@ -776,6 +777,9 @@ def test_a_data_set_that_is_iterable() -> None:
     )
     moving = DataLoader(Encoded(), num_workers=1, collate_fn=lambda rows: rows[0]["x"].to("meta"))
     caught(tensors.dataset_tensors(moving), "batch on meta")
+    encoder = nn.Linear(2, 2, device="meta")
+    holding = DataLoader(Encoded(), num_workers=1, collate_fn=lambda rows: (encoder, rows)[1])
+    caught(tensors.dataset_tensors(holding), "collate_fn.encoder.weight on meta")
 
 
 def test_a_resume_compares_bits_and_ids(tmp_path: Path) -> None:
@@ -785,13 +789,14 @@ def test_a_resume_compares_bits_and_ids(tmp_path: Path) -> None:
         def __init__(self, broken: bool) -> None:
             super().__init__()
             self.extra, self.broken = np.array([0.3, math.nan]), broken
+            self.words = np.array(["a", "b"])  # which no tensor can hold
             self.parts["extra"] = self
 
         def load_state_dict(self, state) -> None:
             pass
 
         def state_dict(self):
-            return {"values": self.extra, "best": math.nan}
+            return {"values": self.extra, "best": math.nan, "words": self.words}
 
         def step(self):
             rows = torch.arange(3000)
@@ -918,6 +923,9 @@ def test_a_job_with_a_rare_label_is_examined(tmp_path: Path) -> None:
     assert _probe(job, tmp_path, None).class_weights is None
     weighed = TrainConfig(model_name_or_path="m", dataset_name="d", class_weights=(1, 2))
     assert _probe(weighed, tmp_path, None).class_weights == (1, 2)
+    rare = {"oversampling": "balanced", "metric_for_best_model": "per_class.rare.f1"}
+    probe = _probe(TrainConfig(model_name_or_path="m", dataset_name="d", **rare), tmp_path, None)
+    assert (probe.oversampling, probe.metric_for_best_model) == (None, None)
     assert _limit_seconds(job) == 60
     assert _limit_seconds(TrainConfig(ddp_timeout=900)) == 900
 
@@ -932,5 +940,3 @@ def test_the_doctors_own_rows_have_labels_of_their_own(tmp_path: Path) -> None:
     watch = SimpleNamespace(rank=0, first=lambda _: contextlib.nullcontext())
     wanted = TrainConfig(metric_for_best_model="per_class.World.f1", output_dir=tmp_path)
     assert job._probe(wanted, tmp_path, watch).metric_for_best_model is None
-    named = wanted.resolved(train_file=tmp_path / "rows.csv")
-    assert job._probe(named, tmp_path, watch).best_label == "World"

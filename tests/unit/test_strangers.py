@@ -105,6 +105,80 @@ def test_workers_that_each_drop_their_last_batch() -> None:
     assert finding.verdict == "PASS", finding
 
 
+class SecondEpochAgain(IterableDataset):
+    """From the second epoch on some rows come twice, others never."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        yield from range(40) if self.epoch == 0 else [*range(30), *range(10)]
+
+
+def test_a_second_epoch_that_is_worse() -> None:
+    finding = sampling.training_sampling(DataLoader(SecondEpochAgain(), 4), 40, torch.Tensor.tolist)
+    assert finding.verdict == "WARN"
+    assert "in the second epoch 10 times a rank reads a row again" in finding.measured
+
+
+def test_a_few_rows_may_come_in_the_same_order() -> None:
+    for seed in range(8):  # of two rows every other time
+        torch.manual_seed(seed)
+        assert is_well(sampling.training_sampling(DataLoader(range(2), 1, True), 2, iter))
+
+
+def test_checks_of_rows_draw_nothing() -> None:
+    before = torch.get_rng_state()
+    for judge in (sampling.training_sampling, sampling.evaluation_sampling):
+        judge(DataLoader(range(40), 4, shuffle=True), 40, iter)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_gradients_in_the_buckets_of_ddp(group: None, views: bool) -> None:
+    """There a second pass writes over what the first one left."""
+    model = nn.parallel.DistributedDataParallel(small_model(), gradient_as_bucket_view=views)
+
+    def parts() -> None:
+        for _ in range(4):
+            loss_of(model).backward()
+
+    loss_of(model).backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    finding = accumulation.accumulated_gradient(model, parts, lambda: loss_of(model).backward())
+    assert "4.0000 times" in finding.measured
+    now = [p.grad for p in model.parameters()]
+    assert all(torch.equal(one, other) for one, other in zip(before, now, strict=True))
+
+
+def test_unused_parameters_of_a_wrapped_model(group: None) -> None:
+    """DDP would wait for their gradients in the next pass."""
+
+    class HalfIdle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.idle = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    model = nn.parallel.DistributedDataParallel(HalfIdle())
+    for _ in range(2):
+        finding = replicas.used_parameters(model, lambda: model(torch.ones(1, 2)).sum())
+        assert "2 of 4 get no gradient" in finding.measured
+
+
+def test_a_scaler_that_is_called_by_name() -> None:
+    model = small_model()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu")
+    with accumulation.recording() as events:
+        scaler.scale(loss_of(model)).backward()
+        scaler.step(optimizer=optimizer)
+        scaler.update()
+    assert events == ["backward", "step"]
+
+
 def test_rows_drawn_by_weights() -> None:
     weights = [1.0 if row % 10 == 0 else 0.01 for row in range(200)]
     loader = DataLoader(range(200), 4, sampler=WeightedRandomSampler(weights, 200))
@@ -273,7 +347,7 @@ def with_partner(model: nn.ModuleDict) -> nn.ModuleDict:
 def test_one_logit_and_rates() -> None:
     assert learning.varied_predictions(torch.ones(9, 1)).verdict == "SKIP"
     for rate, highest, verdict in (
-        (2e-5, None, "PASS"), (5.0, None, "WARN"), (2e-9, None, "WARN"), (0.1, 1.0, "PASS"), (math.nan, None, "WARN"),
+        (2e-5, 0.01, "PASS"), (5.0, 0.01, "WARN"), (2e-9, 0.01, "WARN"), (0.1, 1.0, "PASS"), (math.nan, 0.01, "WARN"),
     ):  # fmt: skip
         assert learning.usual_rate(rate, highest).verdict == verdict
 
