@@ -13,15 +13,16 @@ SPACE.yaml holds a line for each key to be varied:
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -44,16 +45,6 @@ IDLE = {  # settings that decide nothing of what a trial finds
     "dataloader_num_workers", "per_device_eval_batch_size", "save_steps", "save_total_limit",
     "logging_steps", "preflight", "profile", "resume_from_checkpoint", "allow_changed",
 }  # fmt: skip
-
-
-class Failed(Exception):
-    """A trial's run did not come to its end."""
-
-
-class Interrupted(BaseException):
-    """A signal has ended a trial. Being no Exception it passes Optuna by: the trial stays RUNNING
-    in the study, as one of a search that was killed, and the next start goes on with it.
-    """
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -84,8 +75,8 @@ class _Search:
 
     Attributes:
         settings: the job's, as its file has them.
-        shares: of the devices, as environments; a trial takes one, and gives it back.
-        faults: what no trial foresees, say a full disk; Optuna loses those of the last ones.
+        shares: of the devices, as environments, one for each of the trials at the same time.
+        is_over: no more trial is begun.
         interrupted_at: on the monotonic clock; 0 for not.
     """
 
@@ -95,7 +86,7 @@ class _Search:
     space: dict[str, Any]
     shares: list[dict[str, str]]
     num_failed: int = 0
-    faults: list[Exception] = field(default_factory=list)
+    is_over: bool = False
     interrupted_at: float = 0.0
 
     def interrupt(self, number: int, _: object) -> None:
@@ -135,12 +126,13 @@ class _Search:
         study.sampler = optuna.samplers.TPESampler(seed=seed)
         for trial in study.get_trials(states=(state.RUNNING,)):  # of a search that was ended
             study.tell(trial.number, state=state.FAIL)
-            study.enqueue_trial(trial.params, user_attrs={"folder": _folder(trial)})
-        left = self.config.num_trials - _num_ended(study)
-        with contextlib.suppress(Interrupted):
-            study.optimize(self.objective, max(left, 0), n_jobs=len(self.shares), catch=(Failed,))
-        if self.faults:
-            raise self.faults[0]
+            params = trial.system_attrs.get("fixed_params", {}) | trial.params  # ended while asked
+            study.enqueue_trial(params, user_attrs={"folder": _folder(trial)})
+        turns = iter(range(self.config.num_trials - _num_ended(study)))
+        with ThreadPoolExecutor(len(self.shares)) as pool:
+            works = [pool.submit(self.work, study, turns, share) for share in self.shares]
+        for work in works:
+            work.result()
         if self.interrupted_at:
             print("the same command goes on", file=sys.stderr, flush=True)
             raise KeyboardInterrupt
@@ -183,55 +175,46 @@ class _Search:
                 )
         study.set_user_attr("asked", asked)
 
-    def objective(self, trial: Any) -> float:
-        """`try_out`, whose faults are kept."""
-        from optuna import TrialPruned
-
-        try:
-            return self.try_out(trial)
-        except (TrialPruned, Failed):
-            raise
-        except Exception as fault:
-            self.faults.append(fault)
-            trial.study.stop()
-            raise
-
-    def try_out(self, trial: Any) -> float:
-        """Train with a trial's settings, and return the value of the final model.
-
-        Raises:
-            TrialPruned: it was worse than the median, and stopped.
-            Failed, Interrupted: before its end.
+    def work(self, study: Any, turns: Iterator[int], share: dict[str, str]) -> None:
+        """Try settings out, one after the other, with a share of the devices. A trial that a signal
+        or a fault (a full disk) ends stays RUNNING in the study: the next start goes on with it.
         """
-        from optuna import TrialPruned
+        try:
+            while not (self.is_over or self.interrupted_at) and next(turns, None) is not None:
+                trial = study.ask()
+                value, state = self.try_out(trial, share)
+                if not self.interrupted_at:
+                    study.tell(trial, value, state)
+        except BaseException:
+            self.is_over = True
+            raise
+
+    def try_out(self, trial: Any, share: dict[str, str]) -> tuple[float | None, Any]:
+        """Train with a trial's settings; return the value of the final model, and how it ended."""
+        from optuna.trial import TrialState
 
         drawn = {key: _suggest(trial, key, values) for key, values in self.space.items()}
         folder = self.config.output_dir / _folder(trial)
         folder.mkdir(exist_ok=True)
         own = {"output_dir": str(folder), "resume_from_checkpoint": "latest", "push_to_hub": False}
         write_whole(folder / "job.yaml", yaml.safe_dump(self.settings | drawn | own))
-        share = self.shares.pop(0)
         is_pruned = self._train(trial, folder, share)
-        self.shares.append(share)
-        if self.interrupted_at:
-            raise Interrupted
         about = f"{folder}: {trial.params}"
+        if self.interrupted_at:
+            return None, None
         if is_pruned:
             print(f"{about}: worse than the median, stopped", flush=True)
-            raise TrialPruned
+            return None, TrialState.PRUNED
         if ends := _events(folder, "end"):
             value = self.job.best_value(ends[-1], "eval_")
             if not math.isnan(value):  # which Optuna would take for a failure, unsaid
                 print(f"{about}: {value}", flush=True)
-                return value
-        log = (folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()
-        errors = [line for line in log if line.startswith("error: ")] or log or [""]
-        why = f"its {self.job.best_metric} is no number" if ends else errors[-1]
+                return value, TrialState.COMPLETE
+        why = f"its {self.job.best_metric} is no number" if ends else _why(folder / "log")
         print(f"{about}: failed: {why} (see its log)", flush=True)
         self.num_failed += 1
-        if self.num_failed >= FAILURES and not _num_ended(trial.study):
-            trial.study.stop()
-        raise Failed
+        self.is_over |= self.num_failed >= FAILURES and not _num_ended(trial.study)
+        return None, TrialState.FAIL
 
     def _train(self, trial: Any, folder: Path, share: dict[str, str]) -> bool:
         """Run a trial's job until it ends, is worse than the median, or a signal comes; return
@@ -242,7 +225,7 @@ class _Search:
         while _is_locked(folder) and not self.interrupted_at:  # a killed search has left it
             time.sleep(POLL_SECONDS)
         if self.interrupted_at:
-            raise Interrupted
+            return False
         file = self.config.config_file
         command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
         command += ["--config_file", str(file)] * (file is not None)
@@ -267,6 +250,17 @@ class _Search:
             while process.poll() is None or _is_locked(folder):  # nor does it wait for the rank
                 time.sleep(POLL_SECONDS)
         return is_pruned
+
+
+def _why(log: Path) -> str:
+    """Return the last error in a run's log that is not its launcher's own, else its last line."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    patterns = (
+        r"error: ",
+        r"(\[rank\d+\]: )?(?!.*(CalledProcess|ChildFailed))[\w.]+(Error|Exception)\b",
+    )
+    found = ([line for line in lines if re.match(each, line)] for each in patterns)
+    return next((errors[-1] for errors in found if errors), "".join(lines[-1:]))
 
 
 def _num_ended(study: Any) -> int:

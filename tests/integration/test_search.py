@@ -415,6 +415,38 @@ def test_a_trial_that_a_killed_search_left(search_of_stand_ins, tmp_path: Path) 
     assert list(tmp_path.glob("search/trial_*")) == [folder]
 
 
+def test_a_trial_that_was_ended_while_it_was_asked_for_keeps_its_settings(
+    search_of_stand_ins, tmp_path: Path
+) -> None:
+    """Its parameters are suggested one after the other; of one taken up again all are known."""
+    (tmp_path / "search").mkdir()
+    study = study_in(tmp_path / "search")
+    study.set_user_attr("asked", {})
+    study.enqueue_trial({"learning_rate": 0.7123}, user_attrs={"folder": "trial_0000"})
+    study.ask()
+    study = search_of_stand_ins("learning_rate: {low: 0.6, high: 0.9}\n", "--num_trials", "1")
+    assert states(study) == ["FAIL", "COMPLETE"]
+    assert study.best_params == {"learning_rate": 0.7123}
+
+
+@pytest.mark.parametrize(
+    ("log", "why"),
+    [
+        (["error: the rows are bad", "Traceback", "ValueError: x"], "error: the rows are bad"),
+        (
+            ["torch.OutOfMemoryError: CUDA", "  at", "subprocess.CalledProcessError: Command"],
+            "torch.OutOfMemoryError: CUDA",
+        ),
+        (["[rank1]: ValueError: x", "a.b.ChildFailedError: ", "====="], "[rank1]: ValueError: x"),
+        (["Killed"], "Killed"),
+        ([], ""),
+    ],
+)
+def test_why_a_trial_failed(log: list[str], why: str, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("\n".join(log))
+    assert search._why(tmp_path / "log") == why
+
+
 def test_a_search_that_waits_can_be_stopped(search_of_stand_ins, tmp_path: Path) -> None:
     folder = tmp_path / "search/trial_0000"
     (tmp_path / "search").mkdir()
@@ -460,10 +492,9 @@ def test_a_fault_of_the_search_itself_is_told(
         write(path, text)
 
     monkeypatch.setattr(search, "write_whole", is_full)
+    words = ["learning_rate: [0.9]\n", "--num_trials", "2", "--parallel_trials", at_once]
     with pytest.raises(OSError, match="No space left"):
-        search_of_stand_ins(
-            "learning_rate: [0.9]\n", "--num_trials", "2", "--parallel_trials", at_once
-        )
+        search_of_stand_ins(*words)
 
 
 def test_a_study_that_is_damaged_or_gone(search_of_stand_ins, tmp_path: Path) -> None:
