@@ -18,6 +18,7 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 
 DOCTOR = "`-m accel_ft.doctor` in place of `-m accel_ft.train` finds what is wrong with a set-up"
+LONGEST = 500  # characters of a library's message that are told
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_PREEMPTED = 75
@@ -68,6 +69,12 @@ def require(extra: str, what: str, *modules: str) -> None:
     if any(find_spec(module) is None for module in modules):
         needs = f"{what} needs {' and '.join(modules)}"
         raise ConfigError(f"{needs}. Fix: pip install 'accel_ft[{extra}]'")
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return what an error says, in one line, as far as a message has room for it."""
+    words = " ".join(str(error).split()) or repr(error)
+    return words if len(words) <= LONGEST else f"{words[:LONGEST]} ..."
 
 
 def first_line(error: BaseException) -> str:

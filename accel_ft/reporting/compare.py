@@ -48,7 +48,7 @@ def curves(one: Record, other: Record) -> Iterator[Difference]:
     """
     for event in ("train", "eval", "test"):
         first, second = _by_updates(one, event), _by_updates(other, event)
-        values = _logged if event == "train" else scores_of
+        values = (lambda e: {k: e.get(k) for k in COMPARED}) if event == "train" else scores_of
         differing = (
             (f"{_words(event, updates)}: {key}", value, values(second[updates]).get(key))
             for updates in shared(one, other, event)
@@ -59,10 +59,6 @@ def curves(one: Record, other: Record) -> Iterator[Difference]:
     last, other_last = ([e["step"] for e in record.of("end")] for record in (one, other))
     if last and other_last and last != other_last:
         yield "last update", last[0], other_last[0]
-
-
-def _logged(event: dict[str, Any]) -> dict[str, Any]:
-    return {key: event.get(key) for key in COMPARED}
 
 
 def shared(one: Record, other: Record, event: str = "train") -> list[Updates]:

@@ -14,7 +14,7 @@ TICKS_AT_MOST, MARKED_POINTS = 30, 25
 
 def curves(records: Sequence[Record]) -> dict[str, Figure]:
     """Return training curves and validation metrics over updates, by title; runs overlay."""
-    evaluated = [record.of("eval")[0] for record in records if record.of("eval")]
+    evaluated = (event for record in records for event in record.of("eval"))
     scores = dict.fromkeys(key for event in evaluated for key in scores_of(event))  # each once
     wanted = [("train", key) for key in TRAIN_CURVES] + [("eval", f"eval_{key}") for key in scores]
     drawn = {}

@@ -6,9 +6,11 @@ from typing import Any
 
 from huggingface_hub import EvalResult, HfApi, ModelCardData
 
-from accel_ft.config import DEFAULT_DATASET
+from accel_ft.config import DEFAULT_DATASET, FILE_KEYS
 from accel_ft.errors import ConfigError, first_line
 from accel_ft.runtime.hub import is_hub_id
+
+LOCAL_KEYS = FILE_KEYS | {"output_dir"}
 
 
 def model_card(
@@ -62,7 +64,7 @@ def model_card(
     )
     measured = "".join(f"| {metric} | {value:.4f} |\n" for metric, value in (scores or {}).items())
     keys = "".join(
-        f"| `{key}` | `{str(value).replace('|', chr(92) + '|')}` |\n"
+        f"| `{key}` | `{_shown(key, value).replace('|', chr(92) + '|')}` |\n"
         for key, value in settings.items()
         if value not in (None, [])
     )
@@ -93,6 +95,15 @@ def model_card(
     )
 
 
+def _shown(key: str, value: Any) -> str:
+    """A setting as a card has it, which may become public: the folders of this machine are none of
+    its business.
+    """
+    is_name = key in ("model_name_or_path", "dataset_name")
+    is_local = not (is_hub_id(value) or "://" in value) if is_name else key in LOCAL_KEYS
+    return Path(str(value)).name if is_local else str(value)
+
+
 def require_repo(repo_id: str, private: bool) -> str:
     """Make the repository on the Hub where there is none yet, before a run, so that one that cannot
     be pushed ends now and not after it; return its id, the account's name included.
@@ -103,14 +114,10 @@ def require_repo(repo_id: str, private: bool) -> str:
     try:
         return str(HfApi().create_repo(repo_id, private=private, exist_ok=True).repo_id)
     except Exception as error:  # no token, no right, no network, ...
+        what, fix = "refuses", "`hf auth login`, or HF_TOKEN"
         # By name: which HTTP library the Hub's uses has changed before.
-        is_away = re.search("Connect|Timeout|Offline", type(error).__name__)
-        what = "cannot be reached" if is_away else "refuses"
-        fix = (
-            "the network, HF_ENDPOINT, HF_HUB_OFFLINE"
-            if is_away
-            else "`hf auth login`, or HF_TOKEN"
-        )
+        if re.search("Connect|Timeout|Offline", type(error).__name__):
+            what, fix = "cannot be reached", "the network, HF_ENDPOINT, HF_HUB_OFFLINE"
         raise ConfigError(
             f"hub_model_id={repo_id}: the Hub {what}: {first_line(error)}. "
             f"Fix: {fix}; or push_to_hub: false, and `hf upload` later"

@@ -47,10 +47,13 @@ def sha256(path: Path) -> str:
 
 
 def fsync(path: Path) -> None:
-    """Put a file, or a folder's entries, on the disk."""
+    """Put a file, or a folder's entries, on the disk; not every file system does the latter."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 

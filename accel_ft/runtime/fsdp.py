@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from accel_ft.errors import LaunchError
 
 
-def make_real_on_cpu(accelerator: Accelerator) -> None:
-    """Turn ranks on the CPU into FSDP2, which accelerate does for accelerators only.
-
-    The YAML's FSDP settings are in the environment; `Accelerator` has read them and dropped them.
+def make_real(accelerator: Accelerator) -> None:
+    """Set FSDP up by the YAML's settings, which are in the environment: on the CPU `Accelerator`
+    has dropped them; elsewhere a second one has those that `configure` settled for the first's
+    model.
     """
     plugin = FullyShardedDataParallelPlugin()
     if accelerator.mixed_precision != "no":
@@ -36,9 +36,9 @@ def configure(accelerator: Accelerator, model: nn.Module) -> None:
     under DDP; accelerate's policy would reduce them in the compute type, and round FSDP1's buffers
     to it: rotary frequencies, which export and inference then have exact.
     """
-    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
     if accelerator.distributed_type != DistributedType.FSDP:
         return
+    plugin: Any = accelerator.state.fsdp_plugin
     if plugin.state_dict_type != StateDictType.SHARDED_STATE_DICT:
         raise LaunchError(
             f"fsdp_state_dict_type={plugin.state_dict_type.name}: only FSDP could open such a "

@@ -9,12 +9,11 @@ from functools import cache
 from pathlib import Path
 from unittest import mock
 
-from accel_ft.errors import ConfigError, first_line
+from accel_ft.errors import ConfigError, first_line, in_one_line
 
 logger = logging.getLogger(__name__)
 
 PROBE_SECONDS = 8
-LONGEST = 400  # characters of an error that is told
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 QUICKSTART = (
     "accelerate launch --config_file accelerate_configs/cpu.yaml "
@@ -47,8 +46,7 @@ def fetching(key: str, name: str) -> Iterator[None]:
 
 def _told(error: Exception) -> str:
     """What an error says, as far as a message has room for it, and what it came from."""
-    words = " ".join(str(error).split())
-    words = f"{words[:LONGEST]}..." if len(words) > LONGEST else words or repr(error)
+    words = in_one_line(error)
     if "Config name is missing" in words:
         words += " Fix: --dataset_config_name"
     cause = error.__cause__

@@ -24,6 +24,7 @@ from accelerate.utils import (
     DistributedType,
     InitProcessGroupKwargs,
     is_compiled_module,
+    parse_flag_from_env,
 )
 from torch import nn
 
@@ -33,6 +34,11 @@ from accel_ft.runtime.gloo import give_groups_one_worker
 from accel_ft.runtime.memory import keep_freed_memory
 
 ENVIRONMENT = "the environment"  # where no `accelerate launch` is among the parents
+STRATEGY_OPTIONS = {
+    "use_fsdp": "FSDP",
+    "use_deepspeed": "DEEPSPEED",
+    "use_megatron_lm": "MEGATRON_LM",
+}
 COMPILATIONS = 256  # of one function: 24 widths up to 4,096 tokens, trained and evaluated, under
 # FSDP2 for the last layer and the others, with micro-batches of two sizes
 
@@ -62,8 +68,9 @@ def read_request() -> Request:
     world_size = os.environ.get("WORLD_SIZE")
     launcher = find_launcher()
     if launcher is None:
-        asked_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or None
-        kind = "FSDP" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else "NO"
+        asked_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or None
+        asked = (kind for kind in STRATEGY_OPTIONS.values() if _is_true(f"ACCELERATE_USE_{kind}"))
+        kind = next(asked, "NO")
         return Request(
             ENVIRONMENT, int(world_size) if world_size else None, asked_cpu, kind, precision
         )
@@ -73,7 +80,8 @@ def read_request() -> Request:
     file = args.config_file or (default_config_file if has_default else None)
     place = Path(folder, Path(file).expanduser()) if file else None
     yaml: Any = load_config_from_file(str(place)) if place else None
-    words_say = "FSDP" if args.use_fsdp else "MULTI_GPU" if args.multi_gpu else None
+    options = STRATEGY_OPTIONS | {"tpu": "XLA", "multi_gpu": "MULTI_GPU"}
+    words_say = next((kind for option, kind in options.items() if getattr(args, option)), None)
     asked_precision = args.mixed_precision or (yaml and yaml.mixed_precision)
     return Request(
         file or "accelerate launch",
@@ -144,8 +152,11 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
         torch._dynamo.config.fail_on_recompile_limit_hit = True  # not on in eager mode, unsaid
         if accelerator.mixed_precision == "no":
             torch.backends.cuda.matmul.allow_tf32 = False  # which accelerate has just set
-    if on_cpu and request.distributed_type == "FSDP":
-        fsdp.make_real_on_cpu(accelerator)
+    is_fsdp = accelerator.distributed_type == DistributedType.FSDP
+    if request.distributed_type == "FSDP" and (on_cpu or is_fsdp):
+        fsdp.make_real(accelerator)
+    # For `check_granted`: the YAML may be edited for the next job meanwhile.
+    accelerator.asked = request
     asked = request.num_processes
     if asked is not None and asked > 0 and accelerator.num_processes != asked:
         raise LaunchError(
@@ -180,10 +191,14 @@ def make_training_accelerator(timeout_seconds: float, **kwargs: Any) -> Accelera
 def check_granted(accelerator: Accelerator, model: nn.Module) -> None:
     """Compare what `prepare` made with what was asked for; called before the first update.
 
+    Args:
+        accelerator: of `make_accelerator`.
+        model: prepared.
+
     Raises:
         LaunchError: listing the differences.
     """
-    request = read_request()
+    request: Request = accelerator.asked
     on_cpu = accelerator.device.type == "cpu"
     alone = (request.num_processes or accelerator.num_processes) == 1
     wraps_one = accelerator.distributed_type == DistributedType.MULTI_CPU  # as on a GPU it does not
@@ -212,86 +227,65 @@ def is_compiled() -> bool:
 
 def _refuse_impossible(request: Request, on_cpu: bool) -> None:
     """Stop where accelerate would silently do something else."""
-    asked = request.source
     if os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
         raise LaunchError(
             "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is set and would override the accumulation "
             "steps of the job. Fix: unset it; set global_batch_size or gradient_accumulation_steps "
             "in the job"
         )
-    if request.use_cpu is False and on_cpu:
-        raise LaunchError(
-            f"{asked} asks for an accelerator (use_cpu: false), but torch finds none here. "
-            "Fix: accelerate_configs/cpu.yaml or cpu_ddp.yaml, or a torch build for your device"
-        )
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if not on_cpu and asked != ENVIRONMENT and ranks_here > torch.accelerator.device_count():
-        raise LaunchError(
-            f"{asked}: {ranks_here} processes on this machine, which has "
-            f"{torch.accelerator.device_count()} devices. Fix: --num_processes, one a device"
-        )
-    if request.distributed_type == "FSDP" and on_cpu and os.environ.get("FSDP_VERSION") != "2":
-        raise LaunchError(
-            f"{asked} asks for FSDP1 on the CPU, where saving its full state crashes the process. "
-            "Fix: fsdp_version: 2 in fsdp_config, as in accelerate_configs/cpu_fsdp2.yaml"
-        )
-    if request.distributed_type == "FSDP" and os.environ.get("FSDP_VERSION") == "2":
-        _refuse_for_fsdp2(request, on_cpu)
-    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
-        raise LaunchError(
-            f"{asked} asks for a parallelism_config, which accel_ft does not train under: its "
-            "ranks would read other rows than the plan's. Fix: leave it out"
-        )
-    if request.distributed_type not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP"):
-        raise LaunchError(
-            f"{asked} asks for distributed_type: {request.distributed_type}, which accel_ft does "
-            "not train under. Allowed: NO, MULTI_GPU, FSDP"
-        )
-    if request.mixed_precision not in ("no", "bf16", "fp16"):
-        raise LaunchError(
-            f"{asked} asks for mixed_precision: {request.mixed_precision}. Allowed: no, bf16, fp16"
-        )
-    if request.mixed_precision == "fp16" and on_cpu:
-        raise LaunchError(
-            f"{asked} asks for mixed_precision: fp16, which is silently switched off on the CPU. "
-            "Allowed there: no, bf16. Fix: --mixed_precision bf16"
-        )
+    kind, precision = request.distributed_type, request.mixed_precision
+    is_fsdp2 = kind == "FSDP" and os.environ.get("FSDP_VERSION") == "2"
+    sharding = os.environ.get("FSDP_SHARDING_STRATEGY", "full_shard").upper()
+    ranks, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
+    is_launched = request.source != ENVIRONMENT  # srun lets each rank see its own devices alone
+
+    def fsdp2(key: str, *values: str) -> bool:
+        return is_fsdp2 and os.environ.get(f"FSDP_{key}", "").lower() in values
+
+    offloads = fsdp2("OFFLOAD_PARAMS", "true", "1")
+    for is_asked, words in (
+        (kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP"),
+         f"distributed_type: {kind}, which accel_ft does not train under. "
+         "Allowed: NO, MULTI_GPU, FSDP"),
+        (_is_true("ACCELERATE_USE_PARALLELISM_CONFIG"),
+         "a parallelism_config, which accel_ft does not train under: its ranks would read other "
+         "rows than the plan's. Fix: leave it out"),
+        (precision not in ("no", "bf16", "fp16"),
+         f"mixed_precision: {precision}. Allowed: no, bf16, fp16"),
+        (request.use_cpu is False and on_cpu,
+         "an accelerator (use_cpu: false), but torch finds none here. "
+         "Fix: accelerate_configs/cpu.yaml or cpu_ddp.yaml, or a torch build for your device"),
+        (not on_cpu and is_launched and ranks > devices,
+         f"{ranks} processes on this machine, which has {devices} devices. "
+         "Fix: --num_processes, one a device"),
+        (precision == "fp16" and on_cpu,
+         "mixed_precision: fp16, which is silently switched off on the CPU. "
+         "Allowed there: no, bf16. Fix: --mixed_precision bf16"),
+        (kind == "FSDP" and on_cpu and not is_fsdp2,
+         "FSDP1 on the CPU, where saving its full state crashes the process. "
+         "Fix: fsdp_version: 2 in fsdp_config, as in accelerate_configs/cpu_fsdp2.yaml"),
+        (fsdp2("CPU_RAM_EFFICIENT_LOADING", "true", "1"),
+         "fsdp_cpu_ram_efficient_loading (accelerate's default), under which a new head is trained "
+         "on rank 0 alone. Fix: fsdp_cpu_ram_efficient_loading: false in fsdp_config, as in "
+         "accelerate_configs/"),
+        (is_fsdp2 and sharding not in ("FULL_SHARD", "1", "NONE"),
+         f"fsdp_sharding_strategy: {sharding}, which FSDP2 does not heed. "
+         "Fix: leave it out; fsdp_reshard_after_forward: false is its SHARD_GRAD_OP"),
+        (fsdp2("AUTO_WRAP_POLICY", "size_based_wrap"),
+         "fsdp_auto_wrap_policy: SIZE_BASED_WRAP, which FSDP2 cannot do with lists of layers. "
+         "Fix: TRANSFORMER_BASED_WRAP"),
+        (fsdp2("ACTIVATION_CHECKPOINTING", "true", "1"),
+         "fsdp_activation_checkpointing, which under FSDP2 draws dropout anew on the way back. "
+         "Fix: leave it out; --gradient_checkpointing true in the job"),
+        (offloads and on_cpu, "fsdp_offload_params on the CPU, where they are. Fix: false"),
+        (offloads and precision == "fp16",
+         "fsdp_offload_params with mixed_precision: fp16, whose loss scale FSDP2 reads on the host "
+         "before it has come there. Fix: bf16, or no"),
+    ):  # fmt: skip
+        if is_asked:
+            raise LaunchError(f"{request.source} asks for {words}")
 
 
-def _refuse_for_fsdp2(request: Request, on_cpu: bool) -> None:
-    asked = request.source
-
-    def value(key: str, default: str) -> str:
-        return os.environ.get(f"FSDP_{key}", default).lower()
-
-    if value("CPU_RAM_EFFICIENT_LOADING", "false") in ("true", "1"):
-        raise LaunchError(
-            f"{asked} asks for fsdp_cpu_ram_efficient_loading (accelerate's default), under which "
-            "a new head is trained on rank 0 alone. Fix: fsdp_cpu_ram_efficient_loading: false in "
-            "fsdp_config, as in accelerate_configs/"
-        )
-    if (sharding := value("SHARDING_STRATEGY", "full_shard")) not in ("full_shard", "1", "none"):
-        raise LaunchError(
-            f"{asked} asks for fsdp_sharding_strategy: {sharding.upper()}, which FSDP2 does not "
-            "heed. Fix: leave it out; fsdp_reshard_after_forward: false is its SHARD_GRAD_OP"
-        )
-    if value("AUTO_WRAP_POLICY", "") == "size_based_wrap":
-        raise LaunchError(
-            f"{asked} asks for fsdp_auto_wrap_policy: SIZE_BASED_WRAP, which FSDP2 cannot do with "
-            "lists of layers. Fix: TRANSFORMER_BASED_WRAP"
-        )
-    offloads = value("OFFLOAD_PARAMS", "false") in ("true", "1")
-    if on_cpu and offloads:
-        raise LaunchError(
-            f"{asked} asks for fsdp_offload_params on the CPU, where they are. Fix: false"
-        )
-    if value("ACTIVATION_CHECKPOINTING", "false") in ("true", "1"):
-        raise LaunchError(
-            f"{asked} asks for fsdp_activation_checkpointing, which under FSDP2 draws dropout anew "
-            "on the way back. Fix: leave it out; --gradient_checkpointing true in the job"
-        )
-    if request.mixed_precision == "fp16" and offloads:
-        raise LaunchError(
-            f"{asked} asks for fsdp_offload_params with mixed_precision: fp16, whose loss scale "
-            "FSDP2 reads on the host before it has come there. Fix: bf16, or no"
-        )
+def _is_true(variable: str) -> bool:
+    """Whether accelerate takes a strategy's variable of the environment for a yes."""
+    return os.environ.get(variable, "").lower() == "true"

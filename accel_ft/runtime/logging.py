@@ -17,15 +17,20 @@ MEASURED = ("train", "eval", "test")  # events of what a run computes; the other
 
 
 class _Terminal:
-    """Standard error, which may go away (`| tee`) or be full: no reason to end a run."""
+    """Standard error, which may go away (`| tee`), be full or not be there: no reason to end a
+    run.
+    """
 
     def write(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
             sys.stderr.write(text)
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
             sys.stderr.flush()
+
+    def isatty(self) -> bool:
+        return sys.stderr is not None and sys.stderr.isatty()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.stderr, name)
@@ -41,16 +46,12 @@ class _TqdmHandler(logging.Handler):
         tqdm.write(self.format(record), file=TERMINAL)
 
 
-def setup_logging(rank: int) -> None:
-    """Show accel_ft's messages, of rank 0 alone but for errors; quiet the libraries."""
-    handler = _TqdmHandler()
-    handler.setFormatter(
-        logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s")
-    )
+def setup_logging(is_main: bool) -> None:
+    """Show accel_ft's messages, of rank 0 alone; quiet the libraries."""
     logger = logging.getLogger("accel_ft")
     others = [each for each in logger.handlers if not isinstance(each, _TqdmHandler)]
-    logger.handlers = [*others, handler]
-    logger.setLevel(logging.INFO if rank == 0 else logging.ERROR)
+    logger.handlers = [*others, _TqdmHandler()]
+    logger.setLevel(logging.INFO if is_main else logging.ERROR)
     logger.propagate = False
     import transformers
 
@@ -60,7 +61,7 @@ def setup_logging(rank: int) -> None:
 
 def progress_bar(done: int, total: int, shown: bool) -> Any:
     """Return a bar of updates; in a log file it writes a line each half minute."""
-    often = 0.2 if sys.stderr.isatty() else 30.0
+    often = 0.2 if TERMINAL.isatty() else 30.0
     return tqdm(
         file=TERMINAL,
         total=total,

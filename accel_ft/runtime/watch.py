@@ -218,9 +218,10 @@ class Watch:
             if self._launcher not in (None, os.getppid()) and not self.stop_signal:
                 self._on_signal(signal.SIGTERM, "the launcher is gone")
             now = time.monotonic()
-            if now - beats > 20 * TICK_SECONDS:  # this process was stopped itself: look anew
+            pause = max(2 * TICK_SECONDS, self.num_ranks / 32)
+            if now - beats > pause + 20 * TICK_SECONDS:  # it was stopped itself: look anew
                 self._seen, self._suspected_since = {}, None
-            if now - beats >= max(2 * TICK_SECONDS, self.num_ranks / 32):
+            if now - beats >= pause:
                 beats = now
                 self._write_beat()
                 self._watch_others()
@@ -237,11 +238,9 @@ class Watch:
                 return
             if not self._can_save:
                 self._exit_unsaved()
-            if self.rank == 0 or reason:
-                logger.warning(
-                    "%s: saving after this update; a second signal ends the run at once",
-                    reason or name,
-                )
+            logger.warning(  # of rank 0, as all messages
+                "%s: saving after this update; a second signal ends the run at once", reason or name
+            )
         elif now - self._stopped_at > SAME_SIGNAL_SECONDS:
             if number == signal.SIGINT and self.num_ranks == 1 and hasattr(sys, "ps1"):
                 if not self._gives_up:  # a notebook, or a prompt: only the run ends

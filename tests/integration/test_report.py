@@ -185,6 +185,7 @@ def test_curves_of_runs_that_measure_otherwise(tmp_path: Path) -> None:
         Record(name, {}, {}, [{"event": "eval", "step": 1, f"eval_{name}": 0.5}], {}, [])
         for name in ("mse", "accuracy")
     ]
+    runs[0].events.insert(0, {"event": "eval", "step": 0, "eval_mse": None})  # was no number
     drawn = figures.curves(runs)
     assert {"eval_mse", "eval_accuracy"} <= set(drawn)
 
@@ -339,7 +340,7 @@ def test_the_receipt_and_what_differs_in_it(
     from accel_ft.runtime import receipt
 
     train.main([*words, "--max_steps", "1"])
-    monkeypatch.setattr(receipt, "_version", lambda package: f"9.9 of {package}")
+    monkeypatch.setattr(receipt, "version", lambda package: f"9.9 of {package}")
     other = write_rows(tmp_path / "other.csv", 40, seed=9)
     more = ["--max_steps", "1", "--train_file", str(other), "--output_dir", str(tmp_path / "b")]
     train.main([*words, *more])
@@ -362,7 +363,7 @@ def test_what_was_another_at_an_earlier_start(
 
     words += ["--learning_rate", "2e-3"]
     with monkeypatch.context() as patch:
-        patch.setattr(receipt, "_version", lambda package: f"9.9 of {package}")
+        patch.setattr(receipt, "version", lambda package: f"9.9 of {package}")
         with pytest.raises(RuntimeError):
             stopped_at(3, [*words, "--learning_rate", "1e-3"])
     train.main([*words, *LATEST, "--allow_changed", "learning_rate"])

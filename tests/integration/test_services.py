@@ -270,7 +270,17 @@ def test_push_to_hub(
     assert exported.data.eval_results == card.data.eval_results
     assert {result.dataset_split for result in exported.data.eval_results} == {"test"}
     for text in (card.content, exported.content):
+        assert str(tmp_path) not in text  # where this machine has its files is nobody's business
         assert 'pipeline("text-classification", model="me/x", truncation=True' in text
+
+
+def test_no_repository_is_made_for_what_is_not_there(tmp_path: Path, hub: Hub) -> None:
+    from accel_ft import export
+
+    words = ["--checkpoint", str(tmp_path / "typo"), "--output", str(tmp_path / "out")]
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        export.main([*words, "--push_to_hub", "--hub_model_id", "me/x"])
+    assert not hub.repos
 
 
 def test_a_hub_that_is_away_is_no_matter_of_tokens() -> None:

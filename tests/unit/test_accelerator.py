@@ -107,6 +107,50 @@ def test_the_launchers_file_is_named_from_where_it_was_started(
     assert (request.source, request.num_processes) == ("mine.yaml", 2)
 
 
+def test_other_engines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for by the launcher's words or in the environment, not only by its YAML."""
+    for word, kind in (("use_deepspeed", "DEEPSPEED"), ("use_megatron_lm", "MEGATRON_LM")):
+        monkeypatch.setattr(launch, "find_launcher", lambda word=word: ([f"--{word}", "x"], "/"))
+        request = launch.read_request()
+        assert request.distributed_type == kind
+        with pytest.raises(LaunchError, match=f"asks for distributed_type: {kind}"):
+            launch._refuse_impossible(request, on_cpu=False)
+    monkeypatch.setattr(launch, "find_launcher", lambda: None)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    assert launch.read_request().distributed_type == "DEEPSPEED"
+
+
+def test_the_environment_is_read_as_accelerate_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be FSDP that was asked for, and DDP on the CPU that ran."""
+    monkeypatch.setattr(launch, "find_launcher", lambda: None)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "True")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "on")
+    request = launch.read_request()
+    assert (request.distributed_type, request.use_cpu) == ("FSDP", True)
+
+
+def test_what_was_asked_for_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher's YAML may be edited for the next job while this one's rows are tokenised."""
+    accelerator = launch.make_accelerator()
+    monkeypatch.setattr(launch, "read_request", lambda: pytest.fail("read again"))
+    launch.check_granted(accelerator, nn.Linear(1, 1))
+
+
+def test_a_second_model_under_fsdp_has_a_plugin_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """accelerate keeps the first one's in a singleton, with the layers that were worked out."""
+    monkeypatch.setattr(launch, "read_request", lambda: launch.Request("x", 1, None, "FSDP", "no"))
+    monkeypatch.setattr(launch, "_refuse_impossible", lambda *_: None)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    made = SimpleNamespace(distributed_type=DistributedType.FSDP, num_processes=1)
+    monkeypatch.setattr(launch, "Accelerator", lambda **_: made)
+    renewed: list[object] = []
+    monkeypatch.setattr(fsdp, "make_real", renewed.append)
+    launch.make_accelerator()
+    assert renewed == [made]
+
+
 def test_a_container_has_less_than_its_machine(tmp_path: Path) -> None:
     assert _container_bytes(tmp_path) == sys.maxsize
     (tmp_path / "memory.max").write_text("1000\n")
