@@ -43,6 +43,14 @@ METRICS = {
     "regression": ("rmse", "mae", "pearson", "spearmanr", "r2", "loss"),
 }
 ERRORS = ("loss", "rmse", "mae")  # the lowest is the best
+IDENTITY_KEYS = {
+    "model_name_or_path", "max_seq_length", "global_batch_size", "seed", "learning_rate",
+    "lr_scaling", "lr_reference_batch_size", "lr_scheduler_type", "warmup_steps", "weight_decay",
+    "max_grad_norm", "problem_type", "class_weights", "label_smoothing_factor", "oversampling",
+    "freeze", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "layerwise_lr_decay",
+}  # fmt: skip
+# Of a run, what a resume compares.
+COMPARED = IDENTITY_KEYS | {"labels", "train_data", "pretrained"}
 CLASS_METRIC = re.compile(r"per_class\.(.+)\.(precision|recall|f1)")
 
 
@@ -251,7 +259,7 @@ class TrainConfig(HubConfig, DataConfig):
     """Folder the run is written to."""
     max_train_samples: int | None = Field(None, ge=1)
     """Use this many training rows, drawn at random (always the same ones)."""
-    num_train_epochs: float = Field(3.0, gt=0)
+    num_train_epochs: float = Field(3.0, gt=0, le=1e6)
     """Passes over the training rows; may be a fraction."""
     max_steps: int | None = Field(None, ge=1)
     """Updates to train for, in place of num_train_epochs."""
@@ -419,6 +427,11 @@ class TrainConfig(HubConfig, DataConfig):
             if getattr(self, key) and self.problem_type != "single_label_classification":
                 words = f"is for single_label_classification only, not {self.problem_type}"
                 yield self._fault(words, key, "problem_type")
+        for name in sorted(set(self.allow_changed) - COMPARED):
+            told = (
+                f"allow_changed={name}: nothing of that name is compared.{nearest(name, COMPARED)}"
+            )
+            yield ("allow_changed",), f"{told} Allowed: {', '.join(sorted(COMPARED))}"
         if self.output_dir.is_file():
             yield self._fault("is a file. Fix: another name", "output_dir")
         place = Path(self.resume_from_checkpoint or "latest")
@@ -446,7 +459,7 @@ with warnings.catch_warnings():
         def rules(self) -> Iterator[Fault]:
             """The findings can be written."""
             yield from super().rules()
-            yield from self._to_write("json")
+            yield from self._to_write("json", *self.files.values())
 
 
 class EvaluateConfig(DataConfig):

@@ -35,16 +35,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     from accel_ft.runtime.logging import setup_logging
 
     accelerator = make_accelerator()
-    setup_logging(accelerator.process_index)
+    setup_logging(accelerator.is_main_process)
     # Not prepared: each rank holds the whole model, and nothing but the ledger is exchanged.
     opened = open_classifier(config.checkpoint, accelerator.device)
     run = run_folder(config.checkpoint)
     if run is None and not (ROW_KEYS & config.model_fields_set):
         raise ConfigError(f"checkpoint={config.checkpoint}: is no run's. Fix: --test_file FILE")
     max_seq_length = opened.max_seq_length(config.max_seq_length)
-    kind, is_asked_for = opened.problem_type, "problem_type" in config.model_fields_set
-    if is_asked_for and config.problem_type != kind:
-        raise ConfigError(f"problem_type={config.problem_type}: {config.checkpoint} is for {kind}")
+    kind, said = opened.problem_type, opened.model.config.problem_type
+    if "problem_type" in config.model_fields_set and config.problem_type != kind:
+        if said is not None:
+            raise ConfigError(
+                f"problem_type={config.problem_type}: {config.checkpoint} is for {said}"
+            )
+        kind = config.problem_type
     config = config.resolved(max_seq_length=max_seq_length, problem_type=kind)
     if config.problem_type == "regression" and len(opened.label_names) > 1:
         raise ConfigError(

@@ -17,15 +17,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     output = config.output.resolve()  # ".", too, which is replaced
     if output.is_file() or (output.exists() and any(output.iterdir())):
         raise ConfigError(f"output={config.output}: is a file, or not empty. Fix: another folder")
+    if output.is_mount():
+        raise ConfigError(f"output={config.output}: is where a disk is. Fix: a folder in it")
     if config.format == "onnx":
         require("onnx", "the ONNX export", "onnx", "onnxscript", "onnxruntime")
     if config.push_to_hub:
+        from accel_ft.checkpoint.open import model_folder
+        from accel_ft.model.load import resolve
         from accel_ft.runtime.card import push, require_repo
 
+        resolve(model_folder(config.checkpoint), "checkpoint")  # before a repository is made for it
         repo_id = require_repo(config.repo_id(output), config.hub_private_repo)
     from accel_ft.runtime.logging import setup_logging
 
-    setup_logging(0)
+    setup_logging(True)
     difference = export(config.checkpoint, output, config.format == "onnx", repo_id)
     if difference is not None:
         print(f"onnx: {output / 'model.onnx'}, logits within {difference:.1e} of the model's")
@@ -59,6 +64,7 @@ def export(
     from accel_ft.model.load import load_parts, resolve
     from accel_ft.reporting.record import results
     from accel_ft.runtime.card import model_card
+    from accel_ft.runtime.files import write_whole
     from accel_ft.runtime.logging import read_events
 
     folder = resolve(model_folder(checkpoint), "checkpoint")
@@ -81,9 +87,7 @@ def export(
             settings.pop("model_name_or_path", None)  # a folder, whatever its name looks like
         ended = run is not None and Path(folder).resolve() == run / "model"  # no checkpoint's
         events = read_events(run / "metrics.jsonl") if run is not None and ended else []
-        (staging / "README.md").write_text(
-            model_card(names, settings, *results(events)), encoding="utf-8"
-        )
+        write_whole(staging / "README.md", model_card(names, settings, *results(events)))
         if not with_onnx:
             return None
         from accel_ft.model.onnx import write_onnx

@@ -4,6 +4,7 @@ computes.
 Legend: n samples, C classes. `evaluate.load("accuracy")` needs the network; these need none.
 """
 
+import tempfile
 from typing import Any
 
 import datasets
@@ -110,7 +111,8 @@ def score(
     if labels.dtype.kind == "i":
         scores: dict[str, Any] = {"loss": cross_entropy(logits.astype(np.float64), labels)}
         ids = {"predictions": logits.argmax(axis=1), "references": labels}
-        metric = Classification(keep_in_memory=True)
+        # Its folder, of which it makes no use, may be made nowhere else.
+        metric = Classification(keep_in_memory=True, cache_dir=tempfile.gettempdir())
         scores |= metric.compute(**ids, num_labels=len(label_names))
     elif labels.ndim == 2:
         scores = multi_label_metrics(logits, labels, thresholds)

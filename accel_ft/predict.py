@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 from codecs import BOM_UTF8
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain, islice
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from accel_ft.runtime.logging import setup_logging
 
     accelerator = make_accelerator()
-    setup_logging(accelerator.process_index)
+    setup_logging(accelerator.is_main_process)
     run = run_settings({"checkpoint": config.checkpoint})
     is_pair = config.text_pair is not None or config.text_pair_column is not None
     if is_pair and is_main and run and run.get("text_pair_column") is None:
@@ -178,7 +179,8 @@ class Predictor:
 
 def open_rows(config: PredictConfig) -> Iterator[tuple[str, Any, Text]]:
     """Yield ("id", or what counts the rows: "line", "item" or "row"; its value; text) of each row
-    to label; the first row is read at once, for its faults.
+    to label. A file is read once before, for its faults; of what can be read but once, the first
+    row.
     """
     if config.text is not None:
         pair = config.text_pair
@@ -186,6 +188,8 @@ def open_rows(config: PredictConfig) -> Iterator[tuple[str, Any, Text]]:
             raise ConfigError("text: the model was trained on pairs. Fix: --text_pair TEXT as well")
         _refuse_halves("text", (config.text, pair or ""))
         return iter([("line", 1, config.text if pair is None else (config.text, pair))])
+    if Path(str(config.input)).is_file():  # a fault in its last row, too, is told now
+        deque(_read_rows(config), maxlen=0)
     rows = _read_rows(config)
     first = list(islice(rows, 1))
     return chain(first, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _folder(word: str) -> Path:
-    return Path(word).expanduser()
+    return Path(os.path.expanduser(word))
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def parse(
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
     if config_file is not None:
-        for key, value, line in _read_yaml(Path(config_file).expanduser()):
+        for key, value, line in _read_yaml(Path(os.path.expanduser(config_file))):
             values[key], origin[key] = value, f" ({config_file}, line {line})"
     for key, value in given.items():
         values[key], origin[key] = _from_text(key, config_class.model_fields[key], value), ""
@@ -198,10 +198,10 @@ def run_settings(values: dict[str, Any]) -> dict[str, Any]:
 
 def settings_to_reproduce(values: dict[str, Any]) -> dict[str, Any]:
     """The settings of the run that is to be trained again, into a folder beside it."""
-    if values.get("reproduce") is None:
+    if values.get("reproduce") in (None, True):  # True: named without a folder
         return {}
-    folder = Path(str(values["reproduce"])).expanduser().resolve()
-    if not all((folder / name).is_file() for name in ("config.yaml", "receipt.json")):
+    folder = Path(os.path.expanduser(values["reproduce"])).resolve()
+    if not _is_run(folder):
         raise ConfigError(f"reproduce={folder}: holds no run")
     settings = read_settings(folder / "config.yaml")
     named = _named_rows(values)  # those that lie elsewhere now, or the like
@@ -213,6 +213,8 @@ def settings_to_reproduce(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in dropped} | {
         "output_dir": folder.with_name(f"{folder.name}_again"),
         "push_to_hub": False,
+        "hub_model_id": None,
+        "hub_private_repo": False,
     }
 
 
@@ -222,11 +224,15 @@ def _named_rows(values: dict[str, Any]) -> set[str]:
 
 def run_folder(checkpoint: str) -> Path | None:
     """Return the run that a checkpoint, or model, belongs to."""
-    folder = Path(checkpoint).expanduser().resolve()
+    folder = Path(os.path.expanduser(checkpoint)).resolve()
     if not folder.exists():  # a Hub id, whose folders would be those above this one
         return None
     candidates = (folder, folder.parent, folder.parent.parent)  # a run, its model, its checkpoint
-    return next((path for path in candidates if (path / "receipt.json").is_file()), None)
+    return next((path for path in candidates if _is_run(path)), None)
+
+
+def _is_run(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in ("config.yaml", "receipt.json"))
 
 
 def read_receipt(run: Path) -> dict[str, Any]:

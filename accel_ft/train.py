@@ -69,7 +69,7 @@ def fit(config: TrainConfig) -> None:
         project_dir=config.output_dir / "trackers",
     )
     rank, is_main = accelerator.process_index, accelerator.is_main_process
-    setup_logging(rank)
+    setup_logging(is_main)
     if config.reproduce is not None:
         was = read_receipt(config.reproduce)["strategy"]
         for key, now in about_strategy(accelerator).items():

@@ -19,13 +19,12 @@ from accelerate.utils import set_seed
 from torch.distributed.checkpoint.api import CheckpointException
 
 from accel_ft.checkpoint import convert, transaction, trust
-from accel_ft.errors import CheckpointError
+from accel_ft.errors import CheckpointError, in_one_line
 from accel_ft.runtime.watch import Watch
 
 logger = logging.getLogger(__name__)
 
 TRAINER_STATE = "trainer_state.json"
-CHARACTERS_TOLD = 500  # of a message of a library
 RUN_STATE = (  # a run's own, by name
     "step", "loss_weight", "best", "num_worse", "eval_is_due", "num_nonfinite", "newest_nonfinite",
     "passed_over",
@@ -121,10 +120,10 @@ def find(watch: Watch, root: Path, wanted: str | None) -> Path | None:
                 found = newest_sound(root)
             else:
                 found = Path(wanted)
-                if (found / "checkpoints").is_dir():
+                if not (found.name.startswith("step_") or (found / TRAINER_STATE).exists()):
                     raise CheckpointError(
-                        f"resume_from_checkpoint={wanted}: is a run. Fix: `latest` to go on with "
-                        "output_dir, or one of its checkpoints/step_..."
+                        f"resume_from_checkpoint={wanted}: is no checkpoint. Fix: `latest` to go "
+                        "on with output_dir, or one of a run's checkpoints/step_..."
                     )
                 check(found)
         except CheckpointError as error:
@@ -265,5 +264,4 @@ def _told(error: BaseException) -> str:
     """What an error says, in one line; torch names what does not fit after the first one."""
     if isinstance(error, CheckpointException):  # torch's own, with the ranks' errors in it
         error = next(iter(error.failures.values()))[0]
-    words = " ".join(str(error).split()) or repr(error)
-    return words if len(words) <= CHARACTERS_TOLD else f"{words[:CHARACTERS_TOLD]} ..."
+    return in_one_line(error)

@@ -94,10 +94,10 @@ class Source:
                 if fault is None and label is None:
                     meant = MEANT[config.problem_type]
                     fault = f"{config.label_column} is {_show(cell)}, not {meant}"
-                if fault is None:
-                    yield place, text, str(label)
-                else:
+                if fault is not None:
                     faults.append(f"{place}: {fault}")
+                elif not faults:  # after one, the others are looked for alone
+                    yield place, text, str(label)
         except DataError as error:  # here reading ends
             if not faults:
                 raise
@@ -105,7 +105,8 @@ class Source:
         if faults:
             count, shown = len(faults), faults[:MAX_FAULTS_SHOWN]
             if count > len(shown):
-                shown.append(f"... and {count - len(shown)} more")
+                more = "or more" if count == MAX_FAULTS_READ else "more"  # there reading ends
+                shown.append(f"... and {count - len(shown)} {more}")
             raise DataError(
                 f"{self.name}: {count} faulty row{'s' * (count > 1)}. Fix or remove:\n  "
                 + "\n  ".join(shown)
@@ -204,7 +205,9 @@ def _read_delimited(
             _refuse_twice(name, header)
         elif len(fields) != len(header):
             yield place, f"{len(fields)} fields, where the header has {len(header)}"
-        elif delimiter == "\t" and any("\n" in field and "\t" in field for field in fields):
+        elif delimiter == "\t" and any(
+            "\n" in field and ("\t" in field or len(header) == 1) for field in fields
+        ):
             lines = f"lines {first} to {reader.line_num}"
             yield place, f"its quotes make one row of {lines}; double them, or save as csv"
         else:

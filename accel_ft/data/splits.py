@@ -126,6 +126,11 @@ class Splits:
     test: Split | None
     sources: dict[str, Source]
 
+    @property
+    def given(self) -> dict[str, Split]:
+        """The splits that there are, by name."""
+        return {name: each for name, each in vars(self).items() if isinstance(each, Split)}
+
 
 def open_sources(config: DataConfig, needs_train: bool = True) -> dict[str, Source]:
     """Find the rows of each split that is given: keys among train, validation, test."""
@@ -269,6 +274,10 @@ def load_eval_split(
         The split's name, the split, and whether it was cut off the training rows; the same rows as
         in training.
     """
+    only = wanted or ("test" if "test" in config.files else None)
+    if only in config.files:  # the others, which may be large, or gone, are not needed
+        others = {f"{split}_file": None for split in config.files if split != only}
+        config = config.resolved(**others, dataset_name=None)
     sources = open_sources(config, needs_train=False)
     wanted = wanted or ("test" if "test" in sources else "validation")
     given = "train" if wanted == "validation" and wanted not in sources else wanted

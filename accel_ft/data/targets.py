@@ -141,6 +141,7 @@ def _number(value: Any) -> str | None:
     except (TypeError, ValueError, OverflowError):
         return None
     is_number = not isinstance(value, bool) and abs(number) < FLOAT32_MAX  # not NaN, not infinite
+    is_number = is_number and "_" not in str(value)  # Python's own way of writing
     return repr(number) if is_number else None
 
 

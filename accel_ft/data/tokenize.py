@@ -42,7 +42,7 @@ KEYS = {
     "text_column", "text_pair_column", "label_column", "problem_type", "label_separator",
     "max_seq_length",
 }  # fmt: skip
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 ELSEWHERE = {"name_or_path", "is_local", "local_files_only", "model_max_length"}  # or its cut
 ROWS_AT_ONCE = 1000  # a fast tokenizer spreads each call over the cores
 
@@ -119,7 +119,7 @@ def tokenize(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
         config.model_dump(mode="json", include=KEYS),
         tokenizer_fingerprint(tokenizer),
     ]
-    if source.path is not None and source.path.suffix == ".tsv":
+    if source.path is not None and source.path.suffix.lower() == ".tsv":
         identity.append("tsv")  # the same bytes may be a csv as well
     if not tokenizer("")["input_ids"]:
         identity.append(tokenizer.pad_token_id)  # which an empty text becomes
@@ -133,7 +133,7 @@ def tokenize(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
         return TokenStore(folder, source.name)
     except PermissionError as error:
         raise DataError(f"{error}. Fix: HF_HOME=a folder of your own") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError) as error:
         if was_there:
             logger.warning("%s: damaged token cache, made anew (%s)", folder, error)
             shutil.rmtree(folder) if folder.is_dir() else folder.unlink()

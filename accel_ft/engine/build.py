@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 
 from accel_ft.checkpoint import transaction
-from accel_ft.config import TrainConfig
+from accel_ft.config import IDENTITY_KEYS, TrainConfig
 from accel_ft.data.loader import Batches, Padding, collate, train_places
 from accel_ft.data.plan import Plan
 from accel_ft.data.splits import Split, Splits, class_weights, load_splits
@@ -38,23 +38,21 @@ from accel_ft.runtime.watch import Watch
 
 logger = logging.getLogger(__name__)
 
-IDENTITY_KEYS = {
-    "model_name_or_path", "max_seq_length", "global_batch_size", "seed", "learning_rate",
-    "lr_scaling", "lr_reference_batch_size", "lr_scheduler_type", "warmup_steps", "weight_decay",
-    "max_grad_norm", "problem_type", "class_weights", "label_smoothing_factor", "oversampling",
-    "freeze", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "layerwise_lr_decay",
-}  # fmt: skip
 CHOOSES = ("load_best_model_at_end", "early_stopping_patience")
 NEEDS = {  # keys that do nothing without one of others
     **dict.fromkeys(("lora_alpha", "lora_dropout", "lora_target_modules"), ("lora_r",)),
     **dict.fromkeys(("metric_for_best_model", "greater_is_better"), CHOOSES),
     "early_stopping_threshold": ("early_stopping_patience",),
+    **dict.fromkeys(("hub_model_id", "hub_private_repo"), ("push_to_hub",)),
     "lr_reference_batch_size": ("lr_scaling",),
 }
 
 
 def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     """Make the parts of a run: data, plan, model, optimizer, schedule, loaders. Collective."""
+    is_fsdp = accelerator.distributed_type == DistributedType.FSDP
+    if is_fsdp and not accelerator.is_fsdp2 and config.lora_r is not None:
+        raise ConfigError(f"lora_r={config.lora_r}: FSDP1 cannot save adapters alone. Fix: FSDP2")
     folder = load.resolve(config.model_name_or_path)
     tokenizer = load.load_tokenizer(folder)
     base = load.load_model_config(folder)
@@ -65,19 +63,15 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     read = watch.tell([splits.train.fingerprint(), splits.validation.fingerprint()])
     if any(each != read[0] for each in read):
         raise DataError(f"the ranks read different rows: {read}. Fix: the same files everywhere")
-    stores = [split.store for split in (splits.train, splits.validation, splits.test) if split]
+    stores = [split.store for split in splits.given.values()]
     load.check_tokens(max(tokenizer.pad_token_id, *(s.greatest_id for s in stores)), base)
     names, best = splits.label_names, config.best_label
     _warn_of_other_labels(config, names, load.labels_of(base))
-    if best not in (None, *names):
+    present = [names[number] for number in splits.validation.label_ids()] if best else []
+    if best not in (None, *present):
         raise ConfigError(
-            f"metric_for_best_model={config.best_metric}: no training row has that label."
-            f"{nearest(str(best), names)} Allowed: {', '.join(names[:20])}"
-        )
-    if best is not None and names.index(best) not in splits.validation.label_ids():
-        raise ConfigError(
-            f"metric_for_best_model={config.best_metric}: no validation row has that label. "
-            "Fix: a validation_file in which some have, or another metric"
+            f"metric_for_best_model={config.best_metric}: no validation row has that label."
+            f"{nearest(str(best), present)} Allowed: {', '.join(present[:20])}"
         )
     splits.train.class_weights = class_weights(config.class_weights, splits.train, names)
     if config.oversampling == "balanced":
@@ -183,8 +177,6 @@ def _build_model(
     scheduler = make_scheduler(config, optimizer, num_steps)
     watch.stage("wrap")
     is_fsdp = accelerator.distributed_type == DistributedType.FSDP
-    if is_fsdp and not accelerator.is_fsdp2 and config.lora_r is not None:
-        raise ConfigError(f"lora_r={config.lora_r}: FSDP1 cannot save adapters alone. Fix: FSDP2")
     tied = tied_modules(model)
     if is_fsdp and accelerator.is_fsdp2 and tied:
         raise LaunchError(

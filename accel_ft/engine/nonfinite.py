@@ -56,7 +56,11 @@ def all_finite(run: Run, losses: list[torch.Tensor], grad_norm: torch.Tensor) ->
         if not nonfinite:
             run.outcomes.popleft()
             if scale > 1.0:
-                _tell_of_overflow(run, outcome.step + 1, scale)
+                logger.warning(
+                    "update %d: gradients overflow in fp16; it is left out, and the loss scale %g "
+                    "halved", outcome.step + 1, scale,
+                )  # fmt: skip
+                run.events.write("overflow", step=outcome.step + 1, loss_scale=scale)
             run.loss_sum += math.fsum(sums)
             run.loss_weight += run.global_weight(outcome.step)
             if outcome.step > run.newest_nonfinite:
@@ -86,14 +90,6 @@ def _measure(run: Run, losses: list[torch.Tensor], grad_norm: torch.Tensor) -> O
     run.optimizer.optimizer.found_inf = sick
     values = values.to("cpu", non_blocking=True)  # into pinned memory
     return Outcome(run.step, values, torch.cuda.current_stream().record_event())
-
-
-def _tell_of_overflow(run: Run, update: int, scale: float) -> None:
-    logger.warning(
-        "update %d: gradients overflow in fp16; it is left out, and the loss scale %g halved",
-        update, scale,
-    )  # fmt: skip
-    run.events.write("overflow", step=update, loss_scale=scale)
 
 
 def may_skip(run: Run) -> bool:
@@ -168,7 +164,8 @@ def _roll_back_to_newest(run: Run, sick_step: int) -> None:
     folder = state.find(run.watch, run.checkpoints, "latest")
     assert folder is not None  # `rollback` saves before the first update
     if run.accelerator.is_main_process:
-        later = [path for _, path in transaction.list_published(run.checkpoints) if path > folder]
+        published = [path for _, path in transaction.list_published(run.checkpoints)]
+        later = published[published.index(folder) + 1 :]
         transaction.remove_leftovers(run.checkpoints, later)
     kept = run.num_nonfinite, run.newest_nonfinite, [*run.passed_over, sick_step]
     run.outcomes.clear()

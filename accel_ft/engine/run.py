@@ -105,6 +105,8 @@ class Run:
     publisher: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     publication: Future[None] | None = None
     """Rank 0's, of `saved`."""
+    publish_seconds: float = 0.0
+    """Rank 0's, of the last one."""
 
     @property
     def is_over(self) -> bool:
@@ -423,6 +425,7 @@ class Run:
         self.events.write("save", step=self.step, seconds=round(seconds, 3))
         self.timed_since += seconds
         grace = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+        seconds += self.publish_seconds  # which the end waits for, too
         if "TORCHELASTIC_RUN_ID" in os.environ and seconds > grace / 2 and not self.warned:
             self.warned = True
             logger.warning(
@@ -437,7 +440,9 @@ class Run:
         return self.best["step"] if self.best and self.config.load_best_model_at_end else None
 
     def _publish(self, final: Path, protected: int | None) -> None:
+        started = time.monotonic()
         transaction.publish(final)
+        self.publish_seconds = time.monotonic() - started
         transaction.prune(self.checkpoints, self.config.save_total_limit, protected)
 
     def best_folder(self) -> Path:

@@ -8,10 +8,9 @@ from typing import Any
 
 from accel_ft.checkpoint import state, transaction
 from accel_ft.config import TrainConfig
-from accel_ft.data.splits import Split
 from accel_ft.data.tokenize import tokenizer_fingerprint
 from accel_ft.engine.run import Run
-from accel_ft.errors import CheckpointError, ConfigError, nearest
+from accel_ft.errors import CheckpointError
 from accel_ft.model import load
 from accel_ft.runtime.files import write_whole
 from accel_ft.runtime.logging import read_events
@@ -78,8 +77,7 @@ def _checked_receipt(run: Run) -> dict[str, Any]:
 
 
 def _fingerprints(run: Run) -> dict[str, str]:
-    splits = {name: each for name, each in vars(run.splits).items() if isinstance(each, Split)}
-    return {name: split.fingerprint() for name, split in splits.items()}
+    return {name: split.fingerprint() for name, split in run.splits.given.items()}
 
 
 def start_or_resume(run: Run) -> None:
@@ -90,12 +88,6 @@ def start_or_resume(run: Run) -> None:
             the folder holds a run that would be lost.
     """
     wanted, accelerator = run.config.resume_from_checkpoint, run.accelerator
-    for name in run.config.allow_changed:
-        if name not in run.identity:
-            raise ConfigError(
-                f"allow_changed={name}: nothing of that name is compared."
-                f"{nearest(name, run.identity)} Allowed: {', '.join(run.identity)}"
-            )
     folder, is_others = state.find(run.watch, run.checkpoints, wanted), False
     has_ended = any(event["event"] == "end" for event in read_events(run.events.path))
     if folder is not None:
@@ -183,8 +175,9 @@ def checkpoint_bytes(
 
 def _describe(run: Run) -> None:
     """Write config.yaml and receipt.json."""
-    config = run.config
-    splits = {name: each for name, each in vars(run.splits).items() if isinstance(each, Split)}
+    config, selection = run.config, _selection(run.config)
+    if selection["metric"] and run.best is not None and run.step >= run.num_steps:
+        selection["metric"] = run.best["metric"]  # no update was left to choose by another
     steps = range(min(run.plan.steps_per_epoch, ORDER_HASH_STEPS))
     order = b"".join(run.plan.global_batch(step).tobytes() for step in steps)
     about = {
@@ -192,12 +185,12 @@ def _describe(run: Run) -> None:
         "num_steps": run.num_steps,
         "accumulation_steps": run.accumulation_steps,
         "identity": run.identity,
-        "selection": _selection(config),
+        "selection": selection,
         "data": _fingerprints(run),
-        "num_samples": {name: len(split) for name, split in splits.items()},
+        "num_samples": {name: len(split) for name, split in run.splits.given.items()},
         "sample_order_sha256": hashlib.sha256(order).hexdigest(),
         "tokenizer": tokenizer_fingerprint(run.tokenizer),
-        "pretrained": load.provenance(config.model_name_or_path),
+        "pretrained": run.identity.get("pretrained") or load.provenance(config.model_name_or_path),
     }
     write_receipt(run.output_dir / "receipt.json", run.accelerator, about)
     write_whole(run.output_dir / "config.yaml", config.without_this_start().to_yaml())

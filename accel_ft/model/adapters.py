@@ -87,9 +87,7 @@ def _with_adapters(model: Any, key: str, **settings: Any) -> Any:
             warnings.simplefilter("ignore")  # what the two libraries have to say to each other
             return get_peft_model(model, LoraConfig(task_type=TaskType.SEQ_CLS, **settings))
     except ValueError as error:
-        linear = (n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear))
-        layers = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-        raise ConfigError(f"{key}: {error}. Linear layers: {layers}") from error
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def _keep_the_trained_alone(model: Any) -> None:

@@ -8,7 +8,6 @@ scaling is exact, as much in what it gives, and up to 1.1 times in gradients of 
 Legend: B samples, H heads, Q tokens that ask, S tokens that are asked, D numbers of a head.
 """
 
-import sys
 from typing import Any
 
 import torch
@@ -61,23 +60,16 @@ def self_attention(
         attended, weights = attend(query, key, value, attention_mask, self.scaling, p), None
         attended = attended.transpose(1, 2)
     else:
-        attended, weights = _as_its_module(self)(
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+        from transformers.models.bert.modeling_bert import eager_attention_forward  # or one like it
+
+        path = self.config._attn_implementation
+        compute = ALL_ATTENTION_FUNCTIONS.get_interface(path, eager_attention_forward)
+        attended, weights = compute(
             self, query, key, value, attention_mask, dropout=p, scaling=self.scaling, **kwargs
         )
     attended = attended.reshape(*tokens.shape[:-1], -1)
     return (self.out_lin(attended) if hasattr(self, "out_lin") else attended), weights
-
-
-def _as_its_module(self: Any) -> Any:
-    """Return the attention function that a module would call."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    eager = next(  # in the module of its class, or, where FSDP2 has made that another, of its base
-        module.eager_attention_forward
-        for kind in type(self).__mro__
-        if hasattr(module := sys.modules[kind.__module__], "eager_attention_forward")
-    )
-    return ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
 
 
 def attend(

@@ -22,6 +22,7 @@ from accel_ft.runtime.hub import HUB_ID, fetching
 T = TypeVar("T")
 
 PACKAGE = "package://"
+NEEDED = re.compile(r"\.\d+\.|position_embeddings\.|embed_positions\.|wpe\.")  # of a layer or place
 UNLIMITED = 10**6  # tokenizers without a limit say 10^30
 ROBERTAS = {
     "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "xmod",
@@ -267,11 +268,11 @@ def load_for_training(
         for name in drawn
         if name.startswith(inside)
         and name in parameters
-        and (re.search(r"\.\d+\.", name) or parameters.get(name) is getattr(words, "weight", ""))
+        and (NEEDED.search(name) or parameters.get(name) is getattr(words, "weight", ""))
     ]
     if lost:
         raise ConfigError(
-            f"model_name_or_path={folder}: {len(lost)} weights of its layers are missing, or of "
+            f"model_name_or_path={folder}: {len(lost)} of its weights are missing, or of "
             f"another size than its config.json says, {lost[0]} the first"
         )
     model.config.architectures = [type(model).__name__]  # a base model's config names that one

@@ -33,6 +33,7 @@ from accel_ft.engine.run import Run
 from accel_ft.errors import CheckpointError, ConfigError, Preempted, RankError, UserError
 from accel_ft.model import load
 from accel_ft.runtime import files
+from accel_ft.runtime import watch as watch_module
 from accel_ft.runtime.logging import progress_bar, setup_logging
 from accel_ft.runtime.watch import Watch
 
@@ -212,7 +213,7 @@ def test_a_terminal_that_is_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch) -
         def isatty(self) -> bool:
             return True
 
-    setup_logging(0)
+    setup_logging(True)
     monkeypatch.setattr(sys, "stderr", Gone())
     bar = progress_bar(0, 2, True)
     logging.getLogger("accel_ft").warning("saving")
@@ -222,6 +223,17 @@ def test_a_terminal_that_is_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch) -
 
 
 LATE = "--save_steps 5 --logging_steps 4 --eval_steps 12".split()  # update 6 is read late
+
+
+def test_no_standard_error_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `2>&-`, or in a daemon."""
+    setup_logging(True)
+    monkeypatch.setattr(sys, "stderr", None)
+    logging.getLogger("accel_ft").warning("saving")
+    bar = progress_bar(0, 2, True)
+    bar.update(2)
+    bar.refresh()
+    bar.close()
 
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -579,6 +591,39 @@ def test_a_heartbeat_of_another_version_is_no_ranks(tmp_path: Path) -> None:
     assert watch._others() == []
 
 
+def test_a_file_system_that_puts_no_folder_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(descriptor: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(os, "fsync", refuses)
+    files.fsync(tmp_path)
+    with pytest.raises(OSError, match="Invalid argument"):
+        files.fsync(tmp_path / "file")
+
+
+def test_a_slow_disk_is_told_of_before_it_matters(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint is put on it beside the training; the end after a signal waits for that."""
+    publish = transaction.publish
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        time.sleep(0.6)
+        publish(*args, **kwargs)
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")
+    monkeypatch.setattr(transaction, "publish", slow)
+    monkeypatch.setattr(
+        loop, "update", lambda run, update=loop.update: (time.sleep(0.3), update(run))
+    )
+    train.main([*words, "--save_steps", "6"])
+    assert "Set TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in capsys.readouterr().err
+
+
 def test_a_file_system_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -610,6 +655,25 @@ def test_a_watch_leaves_the_process_as_it_was(tmp_path: Path) -> None:
     beat = json.loads((tmp_path / "rank_00000.json").read_text())
     assert (beat["failed"], beat["ended"]) == ("ValueError: cheese", False)
     assert "ValueError: cheese" in (tmp_path / "rank_00000.log").read_text()
+
+
+def test_a_watch_of_many_ranks_acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They beat more seldom, to spare a shared disk: no sign that this process was stopped."""
+    ended: list[int] = []
+    monkeypatch.setattr(watch_module, "TICK_SECONDS", 0.01)
+    monkeypatch.setattr(watch_module, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(Watch, "_end", lambda self, lost: ended.append(lost[0]))
+    watch = Watch(tmp_path, 0, 1, 60)
+    watch.num_ranks = 10
+    beat = {"rank": 1, "run": watch._beat["run"], "failed": "x", "ended": False, "at": 0}
+    about = {"pid": 1, "host": "h", "stage": "step 1", "exit_code": 1}
+    (tmp_path / "rank_00001.json").write_text(json.dumps(beat | about))
+    with watch:
+        deadline = time.monotonic() + 10
+        while not ended and time.monotonic() < deadline:
+            time.sleep(0.05)
+        watch.num_ranks = 1
+    assert ended[0] == 1
 
 
 def start(words: list[str], *, shell: bool = False) -> subprocess.Popen[str]:

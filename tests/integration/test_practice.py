@@ -15,7 +15,7 @@ from conftest import LATEST, cut_off, events_of, make_tiny_model, run_hash, stop
 from safetensors.torch import load_file
 
 from accel_ft import train
-from accel_ft.errors import CheckpointError, ConfigError, UserError
+from accel_ft.errors import CheckpointError, ConfigError, DataError, UserError
 
 
 def test_a_model_folder_that_is_no_runs(words: list[str], tmp_path: Path, tiny_model: Path) -> None:
@@ -123,7 +123,7 @@ def test_rows_that_change_beside_a_run(
 
     with monkeypatch.context() as patch, caplog.at_level("WARNING", logger="accel_ft"):
         patch.setattr(loop, "finish", change)
-        patch.setattr("accel_ft.runtime.logging.setup_logging", lambda rank: None)
+        patch.setattr("accel_ft.runtime.logging.setup_logging", lambda is_main: None)
         train.main(words)
         assert "has changed since it was read: no mistakes.jsonl" in caplog.text
         assert (tmp_path / "run/model/README.md").is_file()
@@ -244,6 +244,58 @@ def test_what_predict_is_given(
         predict.main([*command, str(tmp_path / "in.ndjson")])
 
 
+def test_predict_tells_a_fault_in_the_last_row_first(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accel_ft import predict
+
+    train.main([*words, "--max_steps", "1"])
+    file = tmp_path / "in.csv"
+    file.write_text("text\n" + "goal\n" * 40 + "a,b\n")
+    monkeypatch.setattr(predict, "Predictor", lambda *_: pytest.fail("labels rows"))
+    with pytest.raises(DataError, match="line 42: 2 fields, where the header has 1"):
+        predict.main(["--checkpoint", str(tmp_path / "run"), "--input", str(file)])
+
+
+def test_evaluate_reads_the_rows_it_measures_alone(
+    words: list[str], tmp_path: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others may be large."""
+    from accel_ft import evaluate
+    from accel_ft.data import sources
+
+    test = tmp_path / "test.csv"
+    shutil.copy(rows_file, test)
+    train.main([*words, "--max_steps", "1", "--test_file", str(test)])
+    read: list[Path] = []
+    hashed = sources.sha256
+    monkeypatch.setattr(sources, "sha256", lambda path: (read.append(path), hashed(path))[1])
+    evaluate.main(["--checkpoint", str(tmp_path / "run")])
+    assert set(read) == {test}
+
+
+def test_a_model_that_does_not_say_what_its_labels_are(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As many an older one of several labels: then the command does."""
+    from accel_ft import evaluate
+
+    rows = tmp_path / "rows.jsonl"
+    lines = [{"text": "goal", "label": ["Sports", "World"]}, {"text": "bank", "label": []}] * 8
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    several = ["--problem_type", "multi_label_classification"]
+    files = ["--train_file", str(rows), "--validation_file", str(rows), "--test_file", str(rows)]
+    train.main([*words, *files, *several, "--max_steps", "1"])
+    shutil.move(tmp_path / "run/model", tmp_path / "old")
+    about = json.loads((tmp_path / "old/config.json").read_text())
+    del about["problem_type"]
+    (tmp_path / "old/config.json").write_text(json.dumps(about))
+    capsys.readouterr()
+    command = ["--checkpoint", str(tmp_path / "old"), "--test_file", str(rows)]
+    evaluate.main([*command, *several])
+    assert "f1_micro" in json.loads(capsys.readouterr().out)
+
+
 def test_a_head_without_names_is_measured_by_ids(
     tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -273,7 +325,7 @@ def test_folders_that_are_nearly_checkpoints(words: list[str], tmp_path: Path) -
         with pytest.raises(CheckpointError, match="holds no model. Fix: the folder of a run"):
             predict.main(["--checkpoint", str(folder), "--text", "a"])
     again = [*words, "--output_dir", str(tmp_path / "b")]
-    with pytest.raises(CheckpointError, match="is a run. Fix: `latest`"):
+    with pytest.raises(CheckpointError, match="is no checkpoint. Fix: `latest`"):
         train.main([*again, "--resume_from_checkpoint", str(tmp_path / "run")])
 
 
@@ -568,6 +620,17 @@ def test_a_head_keeps_its_labels(
         )
         == 1
     )
+
+
+def test_an_export_that_could_not_take_its_name(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accel_ft import export
+
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda self: self.name == "out")
+    with pytest.raises(ConfigError, match="is where a disk is. Fix: a folder in it"):
+        export.main(["--checkpoint", "x", "--output", str(tmp_path / "out")])
 
 
 def test_folders_without_a_name(

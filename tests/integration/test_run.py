@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState
 from conftest import LATEST, cut_off, events_of, job_words, run_hash
 from safetensors.torch import load_file, save_file
 
-from accel_ft import evaluate, predict, train
+from accel_ft import evaluate, export, predict, train
 from accel_ft.config import TrainConfig
 from accel_ft.engine import start
 from accel_ft.engine.build import build
@@ -299,6 +299,8 @@ def test_rows_whose_file_name_is_no_utf_8(finished: Path, rows_file: Path, tmp_p
     words = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run")]
     train.main([*words, "--train_file", str(rows), "--max_steps", "1", "--report_to", "html"])
     assert "udce9.csv" in (tmp_path / "run/model/README.md").read_text()
+    export.main(["--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "exported")])
+    assert "udce9.csv" in (tmp_path / "exported/README.md").read_text()
     handler = signal.getsignal(signal.SIGTERM)
     with rows.open("a") as file:
         file.write("a,\n")

@@ -1,6 +1,7 @@
 """Model selection, imbalance and smoothing: each key does what it says, and goes on exactly after a resume."""
 
 import csv
+import json
 import re
 import shutil
 from pathlib import Path
@@ -127,6 +128,12 @@ def test_a_finished_choice_is_measured_on_other_rows_and_not_made_anew(
     told = capsys.readouterr().err
     assert "was chosen by accuracy; no update is left to choose one by loss" in told
     assert "nothing to do" in told
+    other = tmp_path / "test.csv"
+    other.write_text("".join(rows_file.read_text().splitlines(keepends=True)[:9]))
+    words += ["--test_file", str(other)]
+    train.main([*words, "--metric_for_best_model", "loss", *LATEST])
+    assert "its end is made anew: other test rows" in capsys.readouterr().err
+    assert json.loads((run / "receipt.json").read_text())["selection"]["metric"] == "accuracy"
 
 
 def test_a_key_that_changes_nothing_leaves_a_finished_run_alone(
@@ -171,7 +178,9 @@ def test_the_best_model_of_one_label(words: list[str], tmp_path: Path, rows_file
     f1, chosen = scores(tmp_path / "run")
     assert chosen == max(f1[label], key=f1[label].get) != of_macro
     words += ["--output_dir", str(tmp_path / "other"), "--metric_for_best_model"]
-    with pytest.raises(ConfigError, match="no training row has that label. Did you mean .Sports.?"):
+    with pytest.raises(
+        ConfigError, match="no validation row has that label. Did you mean .Sports.?"
+    ):
         train.main([*words, "per_class.Sport.f1"])
     without = tmp_path / "without.csv"
     without.write_text(re.sub(".*,Business\n", "", rows_file.read_text()))

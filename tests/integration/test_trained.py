@@ -203,7 +203,7 @@ def test_a_model_that_reads_padding_is_told(
     config = FNetConfig(vocab_size=60, hidden_size=16, num_hidden_layers=1, intermediate_size=32)
     FNetModel(config).save_pretrained(tmp_path / "fnet")
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "fnet")
-    monkeypatch.setattr("accel_ft.runtime.logging.setup_logging", lambda rank: None)
+    monkeypatch.setattr("accel_ft.runtime.logging.setup_logging", lambda is_main: None)
     words += ["--max_steps", "1"]
     fnet = ["--model_name_or_path", str(tmp_path / "fnet"), "--lora_r", "2"]
     train.main([*words, *fnet])

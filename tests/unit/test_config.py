@@ -235,9 +235,37 @@ def test_rows_are_not_replaced_and_pairs_not_ignored(
     words = ["--checkpoint", "m", "--test_file", str(rows), "--output", str(rows)]
     with pytest.raises(ConfigError, match="is a file of rows"):
         parse(EvaluateConfig, words, "evaluate")
+    with pytest.raises(ConfigError, match="is a file of rows"):
+        parse(DoctorConfig, ["--train_file", str(rows), "--json", str(rows)], "doctor")
     words = ["--checkpoint", "m", "--input", str(rows), "--text_pair", "x"]
     with pytest.raises(ConfigError, match="text_pair=x: given without text"):
         parse(PredictConfig, words, "predict")
+
+
+def test_home_folders_of_nobody(tmp_path: Path) -> None:
+    """No user of that name is no traceback."""
+    with pytest.raises(ConfigError, match="there is no such file"):
+        train_config("--config", "~nobody-of-that-name/job.yaml")
+    assert run_settings({"checkpoint": "~nobody-of-that-name/run"}) == {}
+    with pytest.raises(ConfigError, match="holds no run"):
+        settings_to_reproduce({"reproduce": "~nobody-of-that-name/run"})
+
+
+def test_what_is_reproduced_needs_a_name() -> None:
+    with pytest.raises(ConfigError, match="reproduce: no value given"):
+        parse(TrainConfig, ["--reproduce"], "train", settings_to_reproduce)
+
+
+def test_a_run_is_told_by_two_files(tmp_path: Path) -> None:
+    """Somebody's receipt.json in the home folder makes none."""
+    (tmp_path / "receipt.json").write_text("{}")
+    (tmp_path / "models/bert").mkdir(parents=True)
+    assert run_settings({"checkpoint": str(tmp_path / "models/bert")}) == {}
+
+
+def test_more_epochs_than_can_be_counted() -> None:
+    with pytest.raises(ConfigError, match="num_train_epochs=1e18: must be less than or equal to"):
+        train_config("--num_train_epochs", "1e18")
 
 
 def test_no_arguments_is_the_ag_news_job() -> None:
@@ -310,6 +338,7 @@ def test_predict_needs_one_source() -> None:
     ("settings", "told"),
     [
         ({"lora_alpha": 32}, "lora_alpha has no effect on training without lora_r"),
+        ({"hub_model_id": "me/x"}, "hub_model_id has no effect on training without push_to_hub"),
         ({"lora_alpha": 32, "lora_r": 8}, None),
         ({"early_stopping_threshold": 0.1}, "without early_stopping_patience"),
         ({"metric_for_best_model": "loss"}, "without load_best_model_at_end or early_stopping"),

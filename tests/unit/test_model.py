@@ -170,7 +170,8 @@ def test_weights_that_are_not_those_of_the_layers(tiny_model: Path, tmp_path: Pa
     config = (tiny_model / "config.json").read_text()
     names = {label_id: f"label {label_id}" for label_id in range(2)}
     sizes = json.loads(config)["vocab_size"]
-    for wrong in ("names", "vocabulary", "pooler"):
+    places = json.loads(config)["max_position_embeddings"]
+    for wrong in ("names", "vocabulary", "places", "pooler"):
         (tmp_path / "config.json").write_text(config)
         changed = dict(weights)
         if wrong == "names":  # as a wrapper saves them
@@ -179,6 +180,10 @@ def test_weights_that_are_not_those_of_the_layers(tiny_model: Path, tmp_path: Pa
             (tmp_path / "config.json").write_text(
                 config.replace(f'"vocab_size": {sizes}', f'"vocab_size": {sizes + 9}')
             )
+        elif wrong == "places":  # drawn at random, they would be taken for trained ones
+            longer = f'"max_position_embeddings": {places + 9}'
+            about = config.replace(f'"max_position_embeddings": {places}', longer)
+            (tmp_path / "config.json").write_text(about)
         else:  # which many an encoder comes without
             changed = {name: value for name, value in weights.items() if "pooler" not in name}
         save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -186,7 +191,7 @@ def test_weights_that_are_not_those_of_the_layers(tiny_model: Path, tmp_path: Pa
         if wrong == "pooler":
             assert load_for_training(str(tmp_path), about, CPU)[1]
             continue
-        with pytest.raises(ConfigError, match="weights of its layers are missing, or of another"):
+        with pytest.raises(ConfigError, match="of its weights are missing, or of another"):
             load_for_training(str(tmp_path), about, CPU)
 
 

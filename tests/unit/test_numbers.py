@@ -60,6 +60,12 @@ def test_class_weights_are_in_the_mean() -> None:
     )
 
 
+def test_scores_need_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The home of the Hub's files may be read-only; the library makes one for each metric."""
+    monkeypatch.setattr("evaluate.config.HF_METRICS_CACHE", "/proc/nowhere")
+    assert score(np.eye(2), np.arange(2), ["a", "b"])["accuracy"] == 1.0
+
+
 def test_scores_by_hand() -> None:
     """Labels 0 0 0 1 1 2, predictions 0 0 1 1 0 0: hits 2, 1, 0; predicted 4, 2, 0; present 3, 2, 1."""
     labels, predictions = np.array([0, 0, 0, 1, 1, 2]), np.array([0, 0, 1, 1, 0, 0])

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import yaml
 
-from accel_ft.config import DataConfig
+from accel_ft.config import DataConfig, TrainConfig
 from accel_ft.data.sources import (
     Source,
     check_first_rows,
@@ -178,11 +178,29 @@ def test_parquet_that_python_cannot_hold(tmp_path: Path) -> None:
         rows(tmp_path / "b.parquet")
 
 
+def test_after_a_fault_no_row_is_yielded(tmp_path: Path) -> None:
+    """They would be tokenised for nothing."""
+    file = tmp_path / "rows.csv"
+    file.write_text("text,label\n" + "a,x\n" + "b\n" + "c,x\n" * 5)
+    rows = file_source(file).rows(TrainConfig(train_file=file))
+    assert next(rows)[1] == "a"
+    with pytest.raises(DataError, match="1 faulty row. "):
+        next(rows)
+
+
+def test_rows_of_one_column_that_quotes_join(tmp_path: Path) -> None:
+    file = tmp_path / "rows.tsv"
+    file.write_text('text\n"a\nb"\nc\n')
+    (_, joined), (_, well) = read_records(str(file), "tsv")
+    assert "its quotes make one row of lines 2 to 3" in joined
+    assert well == {"text": "c"}
+
+
 def test_many_faults_are_counted(tmp_path: Path) -> None:
     message = fault(tmp_path, "a.csv", "text,label\n" + "x\n" * 15)
     assert "15 faulty rows" in message
     assert message.endswith("... and 5 more")
-    assert fault(tmp_path, "b.csv", "text,label\n" + "x\n" * 5000).endswith("... and 990 more")
+    assert fault(tmp_path, "b.csv", "text,label\n" + "x\n" * 5000).endswith("... and 990 or more")
 
 
 def test_long_texts_are_read(tmp_path: Path) -> None:
