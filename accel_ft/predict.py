@@ -79,12 +79,9 @@ class Predictor:
         """Return {"label", "score"} of each text (or pair); of several labels {"labels"}, of a
         regression {"score"}; with "scores" where all_scores is set. Collective.
         """
-        if isinstance(texts, str):
-            raise TypeError("texts: a list of texts is wanted, not one text")
-        if isinstance(texts, Mapping) or hasattr(texts, "columns"):  # whose items are names
-            raise TypeError(
-                "texts: a list of texts is wanted, not a table. Fix: one of its columns"
-            )
+        if isinstance(texts, str | Mapping) or hasattr(texts, "columns"):  # whose items are letters
+            told = "not one text, and not a table. Fix: [text], or one of its columns"
+            raise TypeError(f"texts: a list of texts is wanted, {told}")
         wanted = [tuple(text) if isinstance(text, list) else text for text in texts]
         pairs = self.config.text_pair_column is not None or isinstance((wanted or "?")[0], tuple)
         for number, text in enumerate(wanted):
@@ -127,7 +124,7 @@ class Predictor:
         sizes = [len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts]
         by_length = np.argsort(sizes, kind="stable")
         mine = [texts[row] for row in by_length[rank::num_ranks]]
-        rows = token_ids(tokenizer, mine, self.max_seq_length) if mine else []
+        rows = token_ids(tokenizer, mine, self.max_seq_length)[0] if mine else []
         found = np.empty((len(mine), len(self.classifier.label_names)))
         lengths = np.array([row.shape[-1] for row in rows], np.int64)
         greatest_id = max((int(row[0].max()) for row in rows), default=0)
@@ -154,25 +151,20 @@ class Predictor:
         """Return what is written of one text's scores [C]."""
         import numpy as np
 
-        names, best = self.classifier.label_names, int(scores.argmax())
-        described: dict[str, Any] = {}
-        kind = self.classifier.problem_type
-        several = kind == "regression" and len(names) > 1
+        names, kind = self.classifier.label_names, self.classifier.problem_type
+        digits = ".9g" if kind == "regression" else ".6f"  # a float32 has nine digits
+        values = [float(f"{score:{digits}}") for score in scores.tolist()]
+        best, described = int(scores.argmax()), dict[str, Any]()
         if kind == "multi_label_classification":
             thresholds = self.classifier.thresholds
             chosen = scores >= (0.5 if thresholds is None else thresholds)
             described["labels"] = [name for name, is_so in zip(names, chosen, strict=True) if is_so]
         elif kind == "single_label_classification":
-            described["label"] = names[best]
-
-        def shortened(score: float) -> float:  # a float32 has nine digits
-            return float(f"{score:.9g}") if kind == "regression" else round(score, 6)
-
-        if "labels" not in described and not several:
-            described["score"] = shortened(float(scores[best]))
-        if self.config.all_scores or several:
-            named = zip(names, scores.tolist(), strict=True)
-            described["scores"] = {label: shortened(score) for label, score in named}
+            described = {"label": names[best], "score": values[best]}
+        elif len(names) == 1:
+            described["score"] = values[0]
+        if self.config.all_scores or not described:  # several numbers
+            described["scores"] = dict(zip(names, values, strict=True))
         # The largest of what are no numbers is the first label's: it says nothing.
         return described if np.isfinite(scores).all() else dict.fromkeys(described)
 

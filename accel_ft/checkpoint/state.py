@@ -29,7 +29,10 @@ RUN_STATE = (  # a run's own, by name
     "step", "loss_weight", "best", "num_worse", "eval_is_due", "num_nonfinite", "newest_nonfinite",
     "passed_over",
 )  # fmt: skip
-TRAINER_STATE_KEYS = {*RUN_STATE, "num_processes", "device", "identity", "scheduler", "loss_sums"}
+TRAINER_STATE_KEYS = {
+    *RUN_STATE, "num_processes", "device", "devices", "identity", "scheduler", "loss_sums",
+    "validation_data", "mixed_precision", "steps_per_epoch", "accumulation_steps",
+}  # fmt: skip
 
 
 def save(
@@ -203,7 +206,7 @@ def load(
     accelerator.step = 0  # counts micro steps; a checkpoint stands between two updates
     saved = (trainer_state["num_processes"], trainer_state["device"])
     here = (accelerator.num_processes, accelerator.device.type)
-    if saved != here or trainer_state.get("devices", devices) != devices:
+    if saved != here or trainer_state["devices"] != devices:
         set_seed(seed + trainer_state["step"], device_specific=True)
         logger.info(
             "saved by %d processes (%s), resumed by %d (%s)%s: weights, optimizer, schedule and "

@@ -291,11 +291,6 @@ def hub_sources(config: DataConfig, name: str, needs_train: bool = True) -> dict
     name = f"{name}, {config.dataset_config_name}" if config.dataset_config_name else name
     named: dict[str, str | None] = {s: getattr(config, f"{s}_split_name") for s in SPLITS}
     for split, wanted in named.items():
-        if wanted is not None and wanted not in loaded:
-            raise ConfigError(
-                f"{split}_split_name={wanted}: {name} has no such split.{nearest(wanted, loaded)} "
-                f"Allowed: {', '.join(map(str, loaded))}"
-            )
         its_name = wanted or split
         is_others = wanted is None and split in named.values()
         if its_name in loaded and not is_others:
@@ -309,9 +304,10 @@ def hub_sources(config: DataConfig, name: str, needs_train: bool = True) -> dict
             if len(labelled):
                 sources[split] = _hub_source(f"{name}, split {its_name}", rows, labelled, config)
         if split not in sources and (wanted is not None or (split == "train" and needs_train)):
+            meant = "" if its_name in loaded else nearest(its_name, loaded)
             raise ConfigError(
-                f"dataset_name={name}: has no split `{its_name}` with labels, only "
-                + ", ".join(map(str, loaded))
+                f"dataset_name={name}: has no split `{its_name}` with labels.{meant} "
+                f"Allowed: {', '.join(map(str, loaded))}"
             )
     return sources
 

@@ -217,8 +217,8 @@ def _write_store(folder: Path, source: Source, config: DataConfig, tokenizer: An
         )
         offsets.write(np.zeros(1, np.int64).tobytes())  # numpy's tofile hides a full disk
         while chunk := list(islice(rows, ROWS_AT_ONCE)):
-            encoded = _encode(tokenizer, [text for _, text, _ in chunk], max_seq_length)
-            arrays = _arrays(encoded, tokenizer)
+            texts = [text for _, text, _ in chunk]
+            arrays, num_cut = token_ids(tokenizer, texts, max_seq_length)
             flat = np.concatenate(arrays, axis=1)
             tokens.write(flat[0].tobytes())
             meta["greatest_id"] = max(meta["greatest_id"], int(flat[0].max()))
@@ -238,31 +238,21 @@ def _write_store(folder: Path, source: Source, config: DataConfig, tokenizer: An
             labels.write(np.array([code_of(label) for _, _, label in chunk], kind).tobytes())
             meta["num_rows"] += len(chunk)
             meta["num_tokens"] = int(ends[-1])
-            meta["num_cut_texts"] += _count_cut(encoded, max_seq_length)
+            meta["num_cut_texts"] += num_cut
     about = meta | {"labels": list(codes), "label_places": places, "has_types": has_types}
     about["label_names"] = source.label_names
     (folder / "meta.json").write_text(json.dumps(about), encoding="utf-8")
 
 
-def token_ids(tokenizer: Any, texts: list[Text], max_seq_length: int) -> list[NDArray[np.int32]]:
+def token_ids(
+    tokenizer: Any, texts: list[Text], max_seq_length: int
+) -> tuple[list[NDArray[np.int32]], int]:
     """Tokenise texts, or pairs of texts, cut at `max_seq_length` tokens, special tokens included.
 
     Returns:
         int32 [1, T] each; where the model wants token types, and they are not all 0, [2, T]: ids
-        and types.
+        and types. And how many lost their end; of a slow tokenizer, how many reach the limit.
     """
-    return _arrays(_encode(tokenizer, texts, max_seq_length), tokenizer)
-
-
-def _arrays(encoded: Any, tokenizer: Any) -> list[NDArray[np.int32]]:
-    # A text without any token, under a tokenizer without special ones, becomes one pad token.
-    names = [name for name in ("input_ids", "token_type_ids") if name in encoded]
-    empty = [[tokenizer.pad_token_id], [0]][: len(names)]
-    rows = zip(*(encoded[name] for name in names), strict=True)
-    return [np.array(row if row[0] else empty, np.int32) for row in rows]
-
-
-def _encode(tokenizer: Any, texts: list[Text], max_seq_length: int) -> Any:
     are_pairs = not isinstance(texts[0], str)
     columns = zip(*texts, strict=True) if are_pairs else (texts,)
     special = tokenizer.num_special_tokens_to_add(pair=are_pairs)
@@ -273,13 +263,21 @@ def _encode(tokenizer: Any, texts: list[Text], max_seq_length: int) -> Any:
             f"Allowed: more than {special}"
         )
     cut = {"truncation": True, "max_length": max_seq_length}  # of a pair, the longer text first
-    return tokenizer(
+    encoded = tokenizer(
         *map(list, columns),
         **cut,
         return_attention_mask=False,
         return_token_type_ids="token_type_ids" in tokenizer.model_input_names
         and (are_pairs or has_types_of_single_texts(tokenizer, **cut)),
     )
+    # A text without any token, under a tokenizer without special ones, becomes one pad token.
+    names = [name for name in ("input_ids", "token_type_ids") if name in encoded]
+    empty = [[tokenizer.pad_token_id], [0]][: len(names)]
+    rows = zip(*(encoded[name] for name in names), strict=True)
+    arrays = [np.array(row if row[0] else empty, np.int32) for row in rows]
+    if encoded.encodings is not None:
+        return arrays, sum(bool(encoding.overflowing) for encoding in encoded.encodings)
+    return arrays, sum(row.shape[1] >= max_seq_length for row in arrays)
 
 
 def has_types_of_single_texts(tokenizer: Any, **cut: Any) -> bool:
@@ -295,13 +293,6 @@ def keep_no_truncation(tokenizer: Any) -> None:
     """Have what is saved of it cut nothing by itself, whether it has cut texts before or not."""
     if getattr(tokenizer, "backend_tokenizer", None) is not None:
         tokenizer.backend_tokenizer.no_truncation()
-
-
-def _count_cut(encoded: Any, max_seq_length: int) -> int:
-    """Number of texts that lost their end; of a slow tokenizer, those that reach the limit."""
-    if encoded.encodings is not None:
-        return sum(bool(encoding.overflowing) for encoding in encoded.encodings)
-    return sum(len(ids) >= max_seq_length for ids in encoded["input_ids"])
 
 
 def _map(path: Path, dtype: type, length: int) -> NDArray[Any]:

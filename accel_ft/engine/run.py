@@ -198,7 +198,7 @@ class Run:
             setattr(self, name, saved[name])
         self.saved_step = self.step
         self._tell_what_differs(saved)
-        self._keep_best(saved.get("validation_data"))
+        self._keep_best(saved["validation_data"])
         sums, rank = saved["loss_sums"], self.accelerator.process_index
         if len(sums) == self.accelerator.num_processes:
             self.loss_sum = sums[rank]
@@ -207,21 +207,20 @@ class Run:
 
     def _tell_what_differs(self, saved: dict[str, Any]) -> None:
         precision = self.accelerator.mixed_precision
-        if saved.get("mixed_precision", precision) != precision:
+        if saved["mixed_precision"] != precision:
             logger.warning(
                 "trained in mixed precision %s so far, from here on in %s: the curve is another's",
                 saved["mixed_precision"], precision,
             )  # fmt: skip
-        here = self.plan.steps_per_epoch
-        there = saved.get("steps_per_epoch", here)
+        here, there = self.plan.steps_per_epoch, saved["steps_per_epoch"]
         if there != here:
             logger.warning(
                 "update %d ended %.2f epochs of the checkpoint's and is taken for %.2f of this "
                 "job's: rows are trained more, or less, often",
                 self.step, self.step / there, self.step / here,
             )  # fmt: skip
-        parts, before = self.accumulation_steps, saved.get("accumulation_steps")
-        if before not in (None, parts) and saved["num_processes"] == self.accelerator.num_processes:
+        parts, before = self.accumulation_steps, saved["accumulation_steps"]
+        if parts != before and saved["num_processes"] == self.accelerator.num_processes:
             logger.info(
                 "an update was %d micro-batches on each rank, now it is %d: dropout is drawn "
                 "otherwise", before, parts,
@@ -230,7 +229,7 @@ class Run:
         if validation.store is self.splits.train.store:  # cut off them
             validation.warn_if_trained_on(saved["identity"]["train_data"])
 
-    def _keep_best(self, rows: str | None) -> None:
+    def _keep_best(self, rows: str) -> None:
         """Keep the checkpoint's best evaluation where it still says what is asked for. Collective.
 
         Args:
@@ -250,7 +249,7 @@ class Run:
                 "best stays that of %s: no update is left to choose one by %s",
                 metric, config.best_rule,
             )  # fmt: skip
-        elif rows not in (None, self.splits.validation.fingerprint()) and not self.is_over:
+        elif rows != self.splits.validation.fingerprint() and not self.is_over:
             what = "on other validation rows"
         if what:
             logger.warning("best was that %s: best starts anew", what)

@@ -83,7 +83,7 @@ def store_tokens_of_threads(tokenizer) -> list[int]:
     texts = ["goal " * 60] * 8
 
     def cut(_: int) -> list[int]:
-        return [t for _ in range(50) for ids in token_ids(tokenizer, texts, 16) for t in ids[0]]
+        return [t for _ in range(50) for ids in token_ids(tokenizer, texts, 16)[0] for t in ids[0]]
 
     with ThreadPoolExecutor(4) as pool:
         return list(pool.map(cut, range(4)))
