@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             note(finding)
     except Preempted as error:
         raise Preempted("the examination was stopped before its end") from error
-    except UserError as error:
+    except (UserError, OSError) as error:  # OSError: a folder that cannot be made
         note(Finding("set-up", Verdict.FAIL, str(error)))
     findings.pop()
     write()
@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if is_main:
         print(", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count))
     if counts[Verdict.FAIL]:
-        leave_last_words(f"error: the doctor found {counts[Verdict.FAIL]} faults: see its lines")
+        if findings[-1].check != "set-up":  # of which its rank has left better ones
+            leave_last_words(f"error: {counts[Verdict.FAIL]} checks of the doctor FAIL")
         close_process_group()
         sys.exit(1)
 

@@ -111,9 +111,9 @@ def score(
     if labels.dtype.kind == "i":
         scores: dict[str, Any] = {"loss": cross_entropy(logits.astype(np.float64), labels)}
         ids = {"predictions": logits.argmax(axis=1), "references": labels}
-        # Its folder, of which it makes no use, may be made nowhere else.
-        metric = Classification(keep_in_memory=True, cache_dir=tempfile.gettempdir())
-        scores |= metric.compute(**ids, num_labels=len(label_names))
+        with tempfile.TemporaryDirectory() as folder:  # it makes one, and leaves it empty
+            metric = Classification(keep_in_memory=True, cache_dir=folder)
+            scores |= metric.compute(**ids, num_labels=len(label_names))
     elif labels.ndim == 2:
         scores = multi_label_metrics(logits, labels, thresholds)
     else:

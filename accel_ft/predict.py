@@ -180,8 +180,8 @@ def open_rows(config: PredictConfig) -> Iterator[tuple[str, Any, Text]]:
             raise ConfigError("text: the model was trained on pairs. Fix: --text_pair TEXT as well")
         _refuse_halves("text", (config.text, pair or ""))
         return iter([("line", 1, config.text if pair is None else (config.text, pair))])
-    if Path(str(config.input)).is_file():  # a fault in its last row, too, is told now
-        deque(_read_rows(config), maxlen=0)
+    if config.input != "-" and Path(str(config.input)).is_file():
+        deque(_read_rows(config), maxlen=0)  # a fault in its last row, too, is told now
     rows = _read_rows(config)
     first = list(islice(rows, 1))
     return chain(first, rows)

@@ -213,7 +213,8 @@ class _Search:
         why = f"its {self.job.best_metric} is no number" if ends else _why(folder / "log")
         print(f"{about}: failed: {why} (see its log)", flush=True)
         self.num_failed += 1
-        self.is_over |= self.num_failed >= FAILURES and not _num_ended(trial.study)
+        if self.num_failed >= FAILURES and not _num_ended(trial.study):
+            self.is_over = True
         return None, TrialState.FAIL
 
     def _train(self, trial: Any, folder: Path, share: dict[str, str]) -> bool:

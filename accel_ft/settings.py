@@ -198,7 +198,7 @@ def run_settings(values: dict[str, Any]) -> dict[str, Any]:
 
 def settings_to_reproduce(values: dict[str, Any]) -> dict[str, Any]:
     """The settings of the run that is to be trained again, into a folder beside it."""
-    if values.get("reproduce") in (None, True):  # True: named without a folder
+    if not isinstance(values.get("reproduce"), str | os.PathLike):  # as it will be told
         return {}
     folder = Path(os.path.expanduser(values["reproduce"])).resolve()
     if not _is_run(folder):

@@ -275,7 +275,7 @@ def load_eval_split(
         in training.
     """
     only = wanted or ("test" if "test" in config.files else None)
-    if only in config.files:  # the others, which may be large, or gone, are not needed
+    if only in config.files:  # the others, which may be large, are not needed
         others = {f"{split}_file": None for split in config.files if split != only}
         config = config.resolved(**others, dataset_name=None)
     sources = open_sources(config, needs_train=False)

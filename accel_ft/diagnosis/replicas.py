@@ -97,14 +97,16 @@ def same_buffers(model: nn.Module) -> Finding:
     wrapped = [m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
     sending = [m for m in wrapped if any(vars(m).get(key) for key in keys)]
     sent = {id(buffer) for m in sending for buffer in m.buffers()}
-    kept = [(name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in sent]
+    named = [(name, b) for name, b in model.named_buffers() if not hasattr(b, "to_local")]
+    kept = [(name, buffer) for name, buffer in named if id(buffer) not in sent]
     if sent and not kept:
         return passed("DDP sends rank 0's before each forward pass")
     return _alike(
         None,  # FSDP leaves them whole, and sends none
         kept,
         "leave DDP's broadcast_buffers on: rank 0's are sent before each forward pass, so save on "
-        "rank 0; SyncBatchNorm where the statistics of all ranks are wanted",
+        "rank 0; SyncBatchNorm where the statistics of all ranks are wanted, as under FSDP, which "
+        "sends none",
     )
 
 

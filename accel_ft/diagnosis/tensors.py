@@ -21,6 +21,7 @@ from accel_ft.diagnosis.replicas import digest
 
 LARGE_BYTES = 64 * 2**20
 LONG_LIST = 1_000_000
+PICKLING = ("__reduce__", "__getstate__")
 
 
 def _parts(
@@ -42,8 +43,11 @@ def _parts(
         for number, each in enumerate(value[:64]):
             yield from _parts(each, f"{path}[{number}]", seen, depth + 1)
     elif not isinstance(value, type | ModuleType):
+        about = vars(type(value))  # it may say itself what of its arrays a worker gets
+        says = any(isinstance(about.get(name), FunctionType) for name in PICKLING)
         for key, each in _attributes(value):
-            yield from _parts(each, f"{path}.{key}", seen, depth + 1)
+            if not (says and isinstance(each, np.ndarray)):
+                yield from _parts(each, f"{path}.{key}", seen, depth + 1)
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
@@ -88,9 +92,8 @@ def dataset_tensors(loader: DataLoader[Any]) -> Finding:
             yielded += _parts(row, "sample")
             with contextlib.suppress(Exception):  # a collate_fn that wants more rows
                 yielded += _parts(loader.collate_fn([row]), "batch")
-    held = [*_parts(dataset, "dataset"), *_parts(loader.collate_fn, "collate_fn")]
-    tensors = _tensors([*yielded, *held])
-    far = [f"{name} on {tensor.device}" for name, tensor in tensors if tensor.device.type != "cpu"]
+    held = list(_parts(dataset, "dataset"))
+    far = _far([*yielded, *held])
     if far and workers > 0:
         return failed(
             f"{listed(far)}, with {workers} workers: they cannot use the parent's device",
@@ -103,9 +106,15 @@ def dataset_tensors(loader: DataLoader[Any]) -> Finding:
             f"each of {workers} workers copies {listed(copied)}",
             "a tensor, or a memory-mapped file (numpy.memmap, Arrow) that each worker opens itself",
         )
+    far += _far(_parts(loader.collate_fn, "collate_fn"))  # which may leave it alone
     if far:
         return warned(listed(far), "yield tensors on the CPU: each row is a copy of its own")
     return passed(f"a row, a batch and what the data set holds are on the CPU; {workers} workers")
+
+
+def _far(parts: Iterable[tuple[str, Any]]) -> list[str]:
+    """The tensors among parts that are not on the CPU."""
+    return [f"{name} on {t.device}" for name, t in _tensors(parts) if t.device.type != "cpu"]
 
 
 def _rows(loader: DataLoader[Any]) -> Iterator[Any]:

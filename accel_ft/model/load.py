@@ -269,6 +269,7 @@ def load_for_training(
         if name.startswith(inside)
         and name in parameters
         and (NEEDED.search(name) or parameters.get(name) is getattr(words, "weight", ""))
+        and parameters[name].requires_grad  # else it is computed: sines
     ]
     if lost:
         raise ConfigError(

@@ -101,7 +101,7 @@ def _shown(key: str, value: Any) -> str:
     """
     is_name = key in ("model_name_or_path", "dataset_name")
     is_local = not (is_hub_id(value) or "://" in value) if is_name else key in LOCAL_KEYS
-    return Path(str(value)).name if is_local else str(value)
+    return Path(value).absolute().name if is_local else str(value)
 
 
 def require_repo(repo_id: str, private: bool) -> str:

@@ -247,6 +247,9 @@ def _refuse_impossible(request: Request, on_cpu: bool) -> None:
         (kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP"),
          f"distributed_type: {kind}, which accel_ft does not train under. "
          "Allowed: NO, MULTI_GPU, FSDP"),
+        (_is_true("ACCELERATE_USE_DEEPSPEED") or _is_true("ACCELERATE_USE_MEGATRON_LM"),
+         "DeepSpeed or Megatron (ACCELERATE_USE_...), which accel_ft does not train under. "
+         "Fix: unset it"),
         (_is_true("ACCELERATE_USE_PARALLELISM_CONFIG"),
          "a parallelism_config, which accel_ft does not train under: its ranks would read other "
          "rows than the plan's. Fix: leave it out"),

@@ -30,7 +30,9 @@ class _Terminal:
             sys.stderr.flush()
 
     def isatty(self) -> bool:
-        return sys.stderr is not None and sys.stderr.isatty()
+        with contextlib.suppress(AttributeError, ValueError):
+            return sys.stderr.isatty()
+        return False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.stderr, name)

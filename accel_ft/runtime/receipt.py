@@ -5,8 +5,7 @@ import json
 import platform
 import subprocess
 from datetime import UTC, datetime
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +79,7 @@ def about_program() -> dict[str, Any]:
         "accel_ft": accel_ft.__version__,
         "git_commit": git_commit(),
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in PACKAGES if find_spec(name)},
+        "versions": {name: _version(name) for name in PACKAGES},
     }
 
 
@@ -108,3 +107,10 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -81,6 +81,16 @@ def test_what_a_killed_examination_left_goes(tmp_path: Path) -> None:
     assert [path.name for path in runs.iterdir()] == [".doctor-living"]
 
 
+def test_a_folder_that_cannot_be_made_is_a_finding(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    words = ["--json", str(tmp_path / "found.json"), "--output_dir", str(tmp_path / "file/a/run")]
+    with pytest.raises(SystemExit, match="1"):
+        doctor.main(words)
+    (finding,) = json.loads((tmp_path / "found.json").read_text())
+    assert (finding["check"], finding["verdict"]) == ("set-up", "FAIL")
+    assert "Not a directory" in finding["measured"]
+
+
 def test_a_job_of_its_own(tmp_path: Path) -> None:
     code, found = examined(tmp_path)
     assert (code, untimed_verdicts(found.values())) == (0, {"PASS", "SKIP"}), found

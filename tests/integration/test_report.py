@@ -340,7 +340,7 @@ def test_the_receipt_and_what_differs_in_it(
     from accel_ft.runtime import receipt
 
     train.main([*words, "--max_steps", "1"])
-    monkeypatch.setattr(receipt, "version", lambda package: f"9.9 of {package}")
+    monkeypatch.setattr(receipt, "_version", lambda package: f"9.9 of {package}")
     other = write_rows(tmp_path / "other.csv", 40, seed=9)
     more = ["--max_steps", "1", "--train_file", str(other), "--output_dir", str(tmp_path / "b")]
     train.main([*words, *more])
@@ -363,7 +363,7 @@ def test_what_was_another_at_an_earlier_start(
 
     words += ["--learning_rate", "2e-3"]
     with monkeypatch.context() as patch:
-        patch.setattr(receipt, "version", lambda package: f"9.9 of {package}")
+        patch.setattr(receipt, "_version", lambda package: f"9.9 of {package}")
         with pytest.raises(RuntimeError):
             stopped_at(3, [*words, "--learning_rate", "1e-3"])
     train.main([*words, *LATEST, "--allow_changed", "learning_rate"])

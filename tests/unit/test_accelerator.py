@@ -118,6 +118,9 @@ def test_other_engines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "find_launcher", lambda: None)
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     assert launch.read_request().distributed_type == "DEEPSPEED"
+    of_yaml = launch.Request("ddp.yaml", 1, None, "MULTI_GPU", "no")
+    with pytest.raises(LaunchError, match="ddp.yaml asks for DeepSpeed or Megatron"):
+        launch._refuse_impossible(of_yaml, on_cpu=False)
 
 
 def test_the_environment_is_read_as_accelerate_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:

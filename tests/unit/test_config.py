@@ -254,6 +254,7 @@ def test_home_folders_of_nobody(tmp_path: Path) -> None:
 def test_what_is_reproduced_needs_a_name() -> None:
     with pytest.raises(ConfigError, match="reproduce: no value given"):
         parse(TrainConfig, ["--reproduce"], "train", settings_to_reproduce)
+    assert settings_to_reproduce({"reproduce": 2024}) == {}
 
 
 def test_a_run_is_told_by_two_files(tmp_path: Path) -> None:
