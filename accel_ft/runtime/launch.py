@@ -34,11 +34,6 @@ from accel_ft.runtime.gloo import give_groups_one_worker
 from accel_ft.runtime.memory import keep_freed_memory
 
 ENVIRONMENT = "the environment"  # where no `accelerate launch` is among the parents
-STRATEGY_OPTIONS = {
-    "use_fsdp": "FSDP",
-    "use_deepspeed": "DEEPSPEED",
-    "use_megatron_lm": "MEGATRON_LM",
-}
 COMPILATIONS = 256  # of one function: 24 widths up to 4,096 tokens, trained and evaluated, under
 # FSDP2 for the last layer and the others, with micro-batches of two sizes
 
@@ -69,8 +64,7 @@ def read_request() -> Request:
     launcher = find_launcher()
     if launcher is None:
         asked_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or None
-        asked = (kind for kind in STRATEGY_OPTIONS.values() if _is_true(f"ACCELERATE_USE_{kind}"))
-        kind = next(asked, "NO")
+        kind = "FSDP" if _is_true("ACCELERATE_USE_FSDP") else "NO"
         return Request(
             ENVIRONMENT, int(world_size) if world_size else None, asked_cpu, kind, precision
         )
@@ -80,8 +74,7 @@ def read_request() -> Request:
     file = args.config_file or (default_config_file if has_default else None)
     place = Path(folder, Path(file).expanduser()) if file else None
     yaml: Any = load_config_from_file(str(place)) if place else None
-    options = STRATEGY_OPTIONS | {"tpu": "XLA", "multi_gpu": "MULTI_GPU"}
-    words_say = next((kind for option, kind in options.items() if getattr(args, option)), None)
+    words_say = "FSDP" if args.use_fsdp else "MULTI_GPU" if args.multi_gpu else None
     asked_precision = args.mixed_precision or (yaml and yaml.mixed_precision)
     return Request(
         file or "accelerate launch",
@@ -248,8 +241,8 @@ def _refuse_impossible(request: Request, on_cpu: bool) -> None:
          f"distributed_type: {kind}, which accel_ft does not train under. "
          "Allowed: NO, MULTI_GPU, FSDP"),
         (_is_true("ACCELERATE_USE_DEEPSPEED") or _is_true("ACCELERATE_USE_MEGATRON_LM"),
-         "DeepSpeed or Megatron (ACCELERATE_USE_...), which accel_ft does not train under. "
-         "Fix: unset it"),
+         "DeepSpeed or Megatron (--use_..., ACCELERATE_USE_...), which accel_ft does not train "
+         "under. Fix: leave it out"),
         (_is_true("ACCELERATE_USE_PARALLELISM_CONFIG"),
          "a parallelism_config, which accel_ft does not train under: its ranks would read other "
          "rows than the plan's. Fix: leave it out"),

@@ -107,20 +107,14 @@ def test_the_launchers_file_is_named_from_where_it_was_started(
     assert (request.source, request.num_processes) == ("mine.yaml", 2)
 
 
-def test_other_engines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked for by the launcher's words or in the environment, not only by its YAML."""
-    for word, kind in (("use_deepspeed", "DEEPSPEED"), ("use_megatron_lm", "MEGATRON_LM")):
-        monkeypatch.setattr(launch, "find_launcher", lambda word=word: ([f"--{word}", "x"], "/"))
-        request = launch.read_request()
-        assert request.distributed_type == kind
-        with pytest.raises(LaunchError, match=f"asks for distributed_type: {kind}"):
-            launch._refuse_impossible(request, on_cpu=False)
-    monkeypatch.setattr(launch, "find_launcher", lambda: None)
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    assert launch.read_request().distributed_type == "DEEPSPEED"
-    of_yaml = launch.Request("ddp.yaml", 1, None, "MULTI_GPU", "no")
+@pytest.mark.parametrize("engine", ["DEEPSPEED", "MEGATRON_LM"])
+def test_other_engines_are_refused(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for by the launcher's words, which it puts there, or in the environment itself."""
+    request = launch.Request("ddp.yaml", 1, None, "MULTI_GPU", "no")
+    launch._refuse_impossible(request, on_cpu=True)
+    monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
     with pytest.raises(LaunchError, match="ddp.yaml asks for DeepSpeed or Megatron"):
-        launch._refuse_impossible(of_yaml, on_cpu=False)
+        launch._refuse_impossible(request, on_cpu=True)
 
 
 def test_the_environment_is_read_as_accelerate_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
