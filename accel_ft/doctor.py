@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from accel_ft.config import DoctorConfig
 from accel_ft.errors import Preempted, UserError, close_process_group, leave_last_words, run_command
+from accel_ft.runtime.memory import restart_with_better_malloc
 from accel_ft.settings import parse, settings_to_reproduce
 
 
@@ -61,4 +62,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    restart_with_better_malloc()
     run_command(main)

@@ -7,6 +7,7 @@ from typing import Any
 
 from accel_ft.config import ROW_KEYS, EvaluateConfig
 from accel_ft.errors import CheckpointError, ConfigError, run_command
+from accel_ft.runtime.memory import restart_with_better_malloc
 from accel_ft.settings import parse, read_receipt, run_folder, run_settings
 
 
@@ -84,4 +85,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    restart_with_better_malloc()
     run_command(main)

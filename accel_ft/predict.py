@@ -23,6 +23,7 @@ from typing import Any
 
 from accel_ft.config import DATA_FILE_SUFFIXES, PredictConfig
 from accel_ft.errors import ConfigError, DataError, run_command
+from accel_ft.runtime.memory import restart_with_better_malloc
 from accel_ft.settings import parse, run_settings
 
 logger = logging.getLogger("accel_ft.predict")  # run with -m, its name is __main__
@@ -268,6 +269,7 @@ def _open_output(path: str) -> Iterator[Any]:
 
 
 if __name__ == "__main__":
+    restart_with_better_malloc()
     if os.environ.get("WORLD_SIZE", "1") == "1":  # several wait for each other, and heed no exit
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # cleans up
     run_command(main)

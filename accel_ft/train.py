@@ -21,6 +21,7 @@ from accel_ft.errors import (
     require,
     run_command,
 )
+from accel_ft.runtime.memory import restart_with_better_malloc
 from accel_ft.settings import parse, read_receipt, settings_to_reproduce
 
 logger = logging.getLogger("accel_ft.train")  # run with -m, its name is __main__
@@ -222,4 +223,5 @@ def _compare(first: Path, again: Path) -> None:
 
 
 if __name__ == "__main__":
+    restart_with_better_malloc()
     run_command(main)

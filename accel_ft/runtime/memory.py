@@ -1,71 +1,85 @@
-"""The C library's allocator, told to keep what a training step frees: the next step wants it again.
+"""The C library's allocator, made to serve training on a CPU: each step wants again what it freed.
 
 By default glibc gives large blocks back to the system, and each step faults them in anew, 4 KiB at
-a time.
+a time. And torch asks for aligned blocks, which glibc cuts out of larger ones: the scraps become
+small objects that live on between the large blocks, so that these, freed, do not join again; memory
+grows, and what is taken next lies where no cache has it.
 """
 
-import contextlib
 import ctypes
-import mmap
 import os
 import platform
 import resource
 import sys
+import sysconfig
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4  # of mallopt(3)
 MIB = 2**20
 TOP_PAD = 64 * MIB
-HEAP = 8192 * MIB  # of address space, at most
+GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA's, AMD's, Windows' for its Linux
+_OF_DEBIAN = f"/usr/lib/{sysconfig.get_config_var('MULTIARCH')}"
+FOLDERS = (f"{sys.prefix}/lib", "/usr/local/lib", _OF_DEBIAN, "/usr/lib64", "/usr/lib")
+CHOICES = ("LD_PRELOAD", "GLIBC_TUNABLES")  # of an allocator, from a process's start
+
+
+def restart_with_better_malloc() -> None:
+    """Start this process anew, with the same arguments, under `better_malloc`; the second time
+    there is nothing left to do. To be called before anything else is.
+    """
+    if (variables := better_malloc()) and sys.executable:
+        os.environ.update(variables)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def better_malloc() -> dict[str, str]:
+    """Return the variable, and its value, that a process is to be started with: gperftools'
+    tcmalloc where it is installed, else glibc without its caches of scraps.
+
+    Nothing where either of CHOICES is set, be it empty, without glibc, and where a GPU does the
+    work.
+    """
+    chosen = any(name in os.environ for name in CHOICES)
+    has_gpu = any(Path(node).exists() for node in GPU_NODES)
+    if chosen or has_gpu or platform.libc_ver()[0] != "glibc":
+        return {}
+    for folder in FOLDERS:
+        for name in ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4"):
+            if (library := Path(folder, name)).exists():
+                return {"LD_PRELOAD": str(library)}
+    return {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
+
+
+def malloc_in_use() -> str:
+    """Return the allocator's name, with what was set of it from the start."""
+    if hasattr(ctypes.CDLL(None), "tc_malloc"):
+        return "tcmalloc"
+    name = platform.libc_ver()[0] or sys.platform
+    return " ".join([name, *(os.environ[each] for each in CHOICES if os.environ.get(each))])
 
 
 def keep_freed_memory() -> bool:
-    """Set glibc's malloc to hold on to freed memory, to grow in large steps, and in huge pages
-    where the system gives them; the peak stays.
+    """Set glibc's malloc to hold on to freed memory, and to grow in large steps; the peak stays.
 
     Returns:
         Whether there is a glibc to set.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
-    library = ctypes.CDLL(None)
-    never = -1
+    library, never = ctypes.CDLL(None), -1
     settings = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, never), (_TOP_PAD, TOP_PAD))
-    done = all(library.mallopt(parameter, value) == 1 for parameter, value in settings)
-    if done:
-        _ask_for_huge_pages(library)
-    return done
+    return all(library.mallopt(parameter, value) == 1 for parameter, value in settings)
 
 
-def _ask_for_huge_pages(library: Any) -> None:
-    """Let the heap grow in huge pages, unless addresses without memory behind them are counted.
-
-    madvise(2) takes what is mapped: the heap is made large first, in addresses. That must not fail,
-    since a malloc that does has glibc leave the heap that is set up here.
-    """
-    kinds = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
-    limited = any(resource.getrlimit(kind)[0] != resource.RLIM_INFINITY for kind in kinds)
-    size = min(HEAP, os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE // 2)
-    library.malloc.argtypes, library.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
-    library.free.argtypes = [ctypes.c_void_p]
-    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    with contextlib.suppress(OSError):
-        mode = Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii")[0]
-        if limited or mode == "2":
-            return
-        mmap.mmap(-1, size + 2 * TOP_PAD, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
-        if (start := library.malloc(size)) is not None:
-            first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-            library.madvise(first, size - mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
-            library.free(start)
-
-
-def peak_memory(device: torch.device) -> int:
+def peak_memory(device: "torch.device") -> int:
     """Return the most bytes this process had: on its CUDA device, elsewhere resident."""
     if device.type == "cuda":
+        import torch
+
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -15,6 +15,7 @@ from torch.distributed import is_nccl_available
 
 import accel_ft
 from accel_ft.runtime.files import write_whole
+from accel_ft.runtime.memory import malloc_in_use
 
 PACKAGES = (
     "torch", "accelerate", "transformers", "tokenizers", "datasets", "evaluate", "safetensors",
@@ -70,6 +71,7 @@ def about_machine(device: torch.device) -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "nccl": nccl and ".".join(map(str, nccl)),
         "threads": torch.get_num_threads(),
+        "malloc": malloc_in_use(),
     }
 
 

@@ -8,7 +8,7 @@ Every contestant runs in a process of its own, in turn (A B C ... A B C ...):
 
     ours      accelerate launch -m accel_ft.train, everything at its default
     tuned     the Trainer with mixed precision, length grouping and fused AdamW
-    memory    the same with the allocator settings that ours makes
+    memory    the same with the allocator and the settings that ours has
     shipped   the Trainer as run_classification.py sets it up: float32, padded to 128 tokens
     bare      a PyTorch loop over the same batches as ours, with nothing around it
 
@@ -96,12 +96,15 @@ def random_bert_base(tokenizer: str, folder: Path) -> Path:
 
 def compete(name: str, job_file: Path, seed: int) -> dict[str, Any]:
     """Run one contestant in a process of its own; return what it measured."""
+    from accel_ft.runtime.memory import better_malloc
+
     if name == "ours":
         return launch_ours(json.loads(job_file.read_text()), seed)
     command = [sys.executable, __file__, "--contestant", name, str(job_file), str(seed)]
     command.append(str(time.time()))
+    variables = os.environ | (better_malloc() if name in ("memory", "bare") else {})
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=7200, check=False
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=7200, check=False
     )
     if done.returncode != 0:
         sys.exit(f"{name}: {done.stderr[-3000:]}")
@@ -452,10 +455,12 @@ def main() -> None:
     options = parser.parse_args()
     import torch
 
+    from accel_ft.runtime.memory import better_malloc
     from accel_ft.runtime.receipt import about_machine, about_program
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     where = {"date": f"{date.today()}", "machine": about_machine(device)} | about_program()
+    where["machine"]["malloc"] = f"{better_malloc()}"  # of ours, not of this process
     if options.config_file is None:
         kind = "gpu" if device.type == "cuda" else "cpu"
         options.config_file = ROOT / f"accelerate_configs/{kind}.yaml"

@@ -352,6 +352,7 @@ def test_the_receipt_and_what_differs_in_it(
     )
     assert one.receipt["machine"]["device"]
     assert one.receipt["machine"]["threads"] == 1
+    assert one.receipt["machine"]["malloc"]
     assert len(one.receipt["pretrained"]["model.safetensors"]) == 64
 
 

@@ -1,5 +1,7 @@
 """What makes a step faster must not change what it computes."""
 
+import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 from accel_ft.engine.clip import clip
 from accel_ft.model import dropout as fast
 from accel_ft.model.embedding import fill_gradient, make_sparse
+from accel_ft.runtime import memory
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -222,38 +225,71 @@ print(faults() - before)
     assert (int(done.stdout) < 12_288) is kept, done.stdout + done.stderr
 
 
-THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+MALLOC = {"LD_PRELOAD", "GLIBC_TUNABLES"}
 
 
-@pytest.mark.skipif(
-    not THP.is_file() or "[madvise]" not in THP.read_text(),
-    reason="huge pages are not for the asking",
-)
-@pytest.mark.parametrize(
-    "limit", ["", "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**35, 2**35))"]
-)
-def test_the_heap_grows_in_huge_pages(limit: str) -> None:
-    """256 MB touched for the first time: 65,536 pages of 4 KiB or 128 of 2 MiB. Under a limit of addresses none are taken."""
+def environment(**more: str) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in MALLOC} | more
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="no glibc here")
+@pytest.mark.parametrize("command", ["train", "evaluate", "predict", "doctor"])
+def test_a_command_starts_anew_with_the_allocator(command: str) -> None:
+    """Before it reads its arguments, once, and not where the allocator was chosen."""
     code = f"""
-import os, resource, torch
-{limit}
-from accel_ft.runtime.memory import keep_freed_memory
-def addresses():
-    return int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGESIZE")
-before = addresses()
-assert keep_freed_memory()
-print(addresses() - before)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-torch.ones(64 * 2**20)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+import os, runpy, sys
+from accel_ft.runtime import memory
+memory.GPU_NODES = ()
+os.execv = lambda *words: sys.exit(f"anew: {{words[1][1:]}}")
+runpy.run_module("accel_ft.{command}", run_name="__main__")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    taken, faults = map(int, done.stdout.split())
-    if limit:
-        assert taken < 2**30, done.stderr
-        assert faults > 60_000
-    else:
-        assert faults < 20_000, done.stderr
+    words = [sys.executable, "-c", code, "--help"]
+    told = {}
+    for name, variables in {"anew": environment(), "kept": environment(LD_PRELOAD="")}.items():
+        told[name] = subprocess.run(
+            words, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        )
+    assert "'--help']" in told["anew"].stderr, told["anew"].stderr
+    assert not told["anew"].stdout
+    assert "usage:" in told["kept"].stdout, told["kept"].stderr
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="no glibc here")
+def test_started_anew(tmp_path: Path) -> None:
+    """The same process, arguments and input."""
+    code = f"""
+import os, sys
+from accel_ft.runtime import memory
+memory.GPU_NODES, memory.FOLDERS = (), ("{tmp_path}",)
+memory.restart_with_better_malloc()
+print(os.getpid(), sys.argv[1:], sys.stdin.read(), memory.malloc_in_use(), sep="|")
+"""
+    words = [sys.executable, "-c", code, "a b", "--x=*"]
+    process = subprocess.Popen(
+        words, env=environment(), cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    out, _ = process.communicate("rows", timeout=120)
+    malloc = "glibc glibc.malloc.tcache_count=0"
+    assert out.strip() == f"{process.pid}|['a b', '--x=*']|rows|{malloc}"
+
+
+def test_which_allocator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in MALLOC:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(memory, "GPU_NODES", (tmp_path / "gpu",))
+    monkeypatch.setattr(memory, "FOLDERS", (str(tmp_path / "lib"), str(tmp_path)))
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.36"))
+    without = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
+    assert memory.better_malloc() == without
+    tcmalloc = tmp_path / "libtcmalloc_minimal.so.4"
+    tcmalloc.touch()
+    assert memory.better_malloc() == {"LD_PRELOAD": str(tcmalloc)}
+    for name in MALLOC:
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "")
+            assert memory.better_malloc() == {}
+    with monkeypatch.context() as patch:
+        patch.setattr(platform, "libc_ver", lambda: ("", ""))
+        assert memory.better_malloc() == {}
+    (tmp_path / "gpu").touch()
+    assert memory.better_malloc() == {}
