@@ -62,5 +62,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    restart_with_better_malloc()
+    restart_with_better_malloc("accel_ft.doctor")
     run_command(main)

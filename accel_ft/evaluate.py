@@ -85,5 +85,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    restart_with_better_malloc()
+    restart_with_better_malloc("accel_ft.evaluate")
     run_command(main)

@@ -269,7 +269,7 @@ def _open_output(path: str) -> Iterator[Any]:
 
 
 if __name__ == "__main__":
-    restart_with_better_malloc()
+    restart_with_better_malloc("accel_ft.predict")
     if os.environ.get("WORLD_SIZE", "1") == "1":  # several wait for each other, and heed no exit
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # cleans up
     run_command(main)

@@ -223,5 +223,5 @@ def _compare(first: Path, again: Path) -> None:
 
 
 if __name__ == "__main__":
-    restart_with_better_malloc()
+    restart_with_better_malloc("accel_ft.train")
     run_command(main)

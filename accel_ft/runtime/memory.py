@@ -6,6 +6,7 @@ small objects that live on between the large blocks, so that these, freed, do no
 grows, and what is taken next lies where no cache has it.
 """
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -23,25 +24,31 @@ MIB = 2**20
 TOP_PAD = 64 * MIB
 GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA's, AMD's, Windows' for its Linux
 _OF_DEBIAN = f"/usr/lib/{sysconfig.get_config_var('MULTIARCH')}"
-FOLDERS = (f"{sys.prefix}/lib", "/usr/local/lib", _OF_DEBIAN, "/usr/lib64", "/usr/lib")
+FOLDERS = (f"{sys.prefix}/lib", "/usr/local/lib", _OF_DEBIAN, "/usr/lib64")
+STARTED_ANEW = "accel_ft_started_anew"  # an option -X of Python's, which nothing takes away
 CHOICES = ("LD_PRELOAD", "GLIBC_TUNABLES")  # of an allocator, from a process's start
 
 
-def restart_with_better_malloc() -> None:
-    """Start this process anew, with the same arguments, under `better_malloc`; the second time
-    there is nothing left to do. To be called before anything else is.
+def restart_with_better_malloc(command: str) -> None:
+    """Start this process anew, with the same arguments, under `better_malloc`, once. To be called
+    before anything else is. Where it cannot be, the process goes on as it is.
+
+    Args:
+        command: what this process was started as, as in python -m accel_ft.train: nothing is done
+            where another program runs it, or a debugger.
     """
-    if (variables := better_malloc()) and sys.executable:
-        os.environ.update(variables)
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    is_command = command in sys.orig_argv and sys.gettrace() is None
+    if is_command and STARTED_ANEW not in sys._xoptions and (variables := better_malloc()):
+        words = [sys.executable, "-X", STARTED_ANEW, *sys.orig_argv[1:]]
+        with contextlib.suppress(OSError):
+            os.execve(sys.executable, words, os.environ | variables)
 
 
 def better_malloc() -> dict[str, str]:
     """Return the variable, and its value, that a process is to be started with: gperftools'
     tcmalloc where it is installed, else glibc without its caches of scraps.
 
-    Nothing where either of CHOICES is set, be it empty, without glibc, and where a GPU does the
-    work.
+    Nothing where either of CHOICES is set, be it empty, without glibc, and where there is a GPU.
     """
     chosen = any(name in os.environ for name in CHOICES)
     has_gpu = any(Path(node).exists() for node in GPU_NODES)
@@ -49,8 +56,9 @@ def better_malloc() -> dict[str, str]:
         return {}
     for folder in FOLDERS:
         for name in ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4"):
-            if (library := Path(folder, name)).exists():
-                return {"LD_PRELOAD": str(library)}
+            library = f"{folder}/{name}"
+            if Path(library).exists() and not {" ", ":"} & set(library):  # which part a list
+                return {"LD_PRELOAD": library}
     return {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
 
 

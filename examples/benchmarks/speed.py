@@ -460,7 +460,8 @@ def main() -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     where = {"date": f"{date.today()}", "machine": about_machine(device)} | about_program()
-    where["machine"]["malloc"] = f"{better_malloc()}"  # of ours, not of this process
+    for name, value in better_malloc().items():  # of ours, not of this process
+        where["machine"]["malloc"] = f"{name}={value}"
     if options.config_file is None:
         kind = "gpu" if device.type == "cuda" else "cpu"
         options.config_file = ROOT / f"accelerate_configs/{kind}.yaml"

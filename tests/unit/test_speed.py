@@ -199,6 +199,13 @@ def test_embeddings_that_cannot_be_sparse_are_left_alone() -> None:
         assert not any(getattr(module, "sparse", False) for module in model.modules())
 
 
+MALLOC = {"LD_PRELOAD", "GLIBC_TUNABLES"}
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in MALLOC} | more
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_freed_memory_is_kept(kept: bool) -> None:
     """Blocks of 48 MB, taken and freed 20 times: 12,288 page faults each, or none once the heap has grown."""
@@ -218,58 +225,64 @@ print(faults() - before)
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     if "no glibc" in done.stderr:
         pytest.skip("no glibc here")
     assert (int(done.stdout) < 12_288) is kept, done.stdout + done.stderr
 
 
-MALLOC = {"LD_PRELOAD", "GLIBC_TUNABLES"}
-
-
-def environment(**more: str) -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in MALLOC} | more
-
-
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="no glibc here")
 @pytest.mark.parametrize("command", ["train", "evaluate", "predict", "doctor"])
 def test_a_command_starts_anew_with_the_allocator(command: str) -> None:
-    """Before it reads its arguments, once, and not where the allocator was chosen."""
+    """Before it reads its arguments; not where the allocator was chosen, nor within another program."""
     code = f"""
 import os, runpy, sys
 from accel_ft.runtime import memory
 memory.GPU_NODES = ()
-os.execv = lambda *words: sys.exit(f"anew: {{words[1][1:]}}")
+os.execve = lambda *words: sys.exit(f"anew: {{words[1][3:]}}")
+sys.argv[1:] = ["--help"]
 runpy.run_module("accel_ft.{command}", run_name="__main__")
 """
-    words = [sys.executable, "-c", code, "--help"]
-    told = {}
-    for name, variables in {"anew": environment(), "kept": environment(LD_PRELOAD="")}.items():
-        told[name] = subprocess.run(
-            words, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-        )
-    assert "'--help']" in told["anew"].stderr, told["anew"].stderr
-    assert not told["anew"].stdout
-    assert "usage:" in told["kept"].stdout, told["kept"].stderr
+
+    def told(*words: str, **variables: str) -> tuple[str, str]:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words],
+            env=environment(**variables), cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        return done.stdout, done.stderr
+
+    out, err = told(f"accel_ft.{command}", "--help")
+    assert "'--help']" in err, err
+    assert not out
+    for out, err in (told(f"accel_ft.{command}", LD_PRELOAD=""), told()):
+        assert "usage:" in out, err
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="no glibc here")
-def test_started_anew(tmp_path: Path) -> None:
-    """The same process, arguments and input."""
+@pytest.mark.parametrize("what", ["", "lost", "no python"])
+def test_started_anew(what: str, tmp_path: Path) -> None:
+    """The same process, arguments and input; once, though the variable be lost; and where it fails, as before."""
     code = f"""
 import os, sys
 from accel_ft.runtime import memory
 memory.GPU_NODES, memory.FOLDERS = (), ("{tmp_path}",)
-memory.restart_with_better_malloc()
+if "{what}" == "lost":
+    os.environ.pop("GLIBC_TUNABLES", None)
+if "{what}" == "no python":
+    sys.executable = "{tmp_path}/python"
+memory.restart_with_better_malloc("a b")
 print(os.getpid(), sys.argv[1:], sys.stdin.read(), memory.malloc_in_use(), sep="|")
 """
     words = [sys.executable, "-c", code, "a b", "--x=*"]
     process = subprocess.Popen(
         words, env=environment(), cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
-    out, _ = process.communicate("rows", timeout=120)
-    malloc = "glibc glibc.malloc.tcache_count=0"
+    try:
+        out, _ = process.communicate("rows", timeout=60)
+    finally:
+        process.kill()
+    malloc = "glibc" if what else "glibc glibc.malloc.tcache_count=0"
     assert out.strip() == f"{process.pid}|['a b', '--x=*']|rows|{malloc}"
 
 
@@ -284,6 +297,12 @@ def test_which_allocator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     tcmalloc = tmp_path / "libtcmalloc_minimal.so.4"
     tcmalloc.touch()
     assert memory.better_malloc() == {"LD_PRELOAD": str(tcmalloc)}
+    spaced = tmp_path / "a b"
+    spaced.mkdir()
+    tcmalloc.rename(spaced / tcmalloc.name)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "FOLDERS", (str(spaced),))
+        assert memory.better_malloc() == without
     for name in MALLOC:
         with monkeypatch.context() as patch:
             patch.setenv(name, "")
