@@ -235,12 +235,14 @@ print(faults() - before)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="no glibc here")
 @pytest.mark.parametrize("command", ["train", "evaluate", "predict", "doctor"])
 def test_a_command_starts_anew_with_the_allocator(command: str) -> None:
-    """Before it reads its arguments; not where the allocator was chosen, nor within another program."""
+    """Before it reads its arguments; not where the allocator was chosen, nor within another program or a debugger."""
     code = f"""
 import os, runpy, sys
 from accel_ft.runtime import memory
 memory.GPU_NODES = ()
 os.execve = lambda *words: sys.exit(f"anew: {{words[1][3:]}}")
+if "traced" in sys.argv:
+    sys.settrace(lambda *_: None)
 sys.argv[1:] = ["--help"]
 runpy.run_module("accel_ft.{command}", run_name="__main__")
 """
@@ -255,7 +257,8 @@ runpy.run_module("accel_ft.{command}", run_name="__main__")
     out, err = told(f"accel_ft.{command}", "--help")
     assert "'--help']" in err, err
     assert not out
-    for out, err in (told(f"accel_ft.{command}", LD_PRELOAD=""), told()):
+    name = f"accel_ft.{command}"
+    for out, err in (told(name, LD_PRELOAD=""), told(), told(name, "traced")):
         assert "usage:" in out, err
 
 
