@@ -1,31 +1,37 @@
 """The last layer of an encoder whose classifier reads its first token alone: of that token alone.
 
 What the last layer makes of the other tokens is read by nobody, and no gradient comes from there.
-Left out, it is most of a layer less: of MiniLM's six a seventh of the work. Logits and gradients
-are the same to rounding; dropout draws fewer masks.
+Left out, it is all but a layer less: of MiniLM's six a sixth of the work. Logits and gradients are
+the same to rounding; dropout draws fewer masks.
+
+Of the other tokens not even keys and values are made. A score is query x (K token), which is
+(K^T query) x token; and what the token gets, the sum of shares x (V token), is V x the sum of
+shares x token. So the matrices K and V, of each head, meet one vector a sample, where they met S.
 
 All tokens see the same padding, so that a mask of one row does for all: transformers makes one of S
 rows, and has the host wait for the device to say whether any token is padding at all.
 
-Legend: B samples, S tokens.
+Legend: B samples, H heads, S tokens, D hidden size.
 """
 
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from accel_ft.model.attention import self_attention
+from accel_ft.model.layer import attention_of, in_one_piece
 
+BERT, DISTILBERT = attrgetter("query", "key", "value"), attrgetter("q_lin", "k_lin", "v_lin")
 KINDS = {"bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta"}
 
 
 def leave_out_the_rest(model: Any) -> None:
     """Let the last layer of a plain `...ForSequenceClassification` compute the first token alone,
-    where it is of a kind whose classifier reads no other. Its last hidden states are [B, 1, hidden
-    size] then. Where it computes attention eagerly, as on a CPU that trains, all its layers do so
-    as `attention.py` says.
+    where it is of a kind whose classifier reads no other. Its last hidden states are [B, 1, D]
+    then. Where attention is eager, as on a CPU that trains, its other layers do as `layer.py` says.
 
     To be called once, before anything wraps the model.
     """
@@ -42,9 +48,10 @@ def leave_out_the_rest(model: Any) -> None:
         return
     base = model.base_model
     layers = (base.transformer if config.model_type == "distilbert" else base.encoder).layer
-    for layer in layers if attention_path == "eager" else layers[-1:]:
-        attention = getattr(layer.attention, "self", layer.attention)
-        attention.forward = partial(self_attention, attention)  # a method would not be unpickled
+    for layer in layers[:-1] if attention_path == "eager" else ():
+        in_one_piece(layer)
+    attention = attention_of(layers[-1])
+    attention.forward = partial(one_asks, attention)  # a method would not be unpickled
     layers[-1].register_forward_pre_hook(_first_token, with_kwargs=True)
     base.register_forward_pre_hook(_one_row, with_kwargs=True)
 
@@ -64,8 +71,58 @@ def _one_row(base: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[st
 
 
 def _first_token(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Give a layer the first token; the others only through `self_attention`, to which it passes
-    what it does not know.
+    """Give a layer the first token; the others only through `one_asks`, to which it passes what it
+    does not know.
     """
     tokens, *others = args
     return (tokens[:, :1], *others), {**kwargs, "all_tokens": tokens}
+
+
+def one_asks(
+    self: Any,
+    token: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    all_tokens: torch.Tensor,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The forward pass of the last layer's module of self-attention.
+
+    Args:
+        self: the module.
+        token: that asks, [B, 1, D].
+        attention_mask: added to the scores, or bool, what may be seen; [B, 1, 1, S], or with a row
+            for each token.
+        all_tokens: that are asked, [B, S, D].
+
+    Returns:
+        What the module returns: [B, 1, D], and the weights, [B, H, 1, S].
+    """
+    device, size = token.device.type, self.attention_head_size
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):  # once, for all products
+        all_tokens = all_tokens.to(torch.get_autocast_dtype(device))
+    is_bert = hasattr(self, "query")
+    query, key, value = BERT(self) if is_bert else DISTILBERT(self)
+    has_adapters = type(key) is not nn.Linear or type(value) is not nn.Linear
+    by_head, of_head = (*all_tokens.shape[:2], -1, size), (-1, size, all_tokens.shape[2])
+    asked = query(all_tokens[:, :1]).view(len(token), -1, size).transpose(0, 1)  # [H, B, size]
+    if has_adapters:
+        scores = torch.einsum("hbd,bshd->bhs", asked, key(all_tokens).view(by_head))
+    else:
+        asks = (asked @ key.weight.view(of_head)).transpose(0, 1)  # [B, H, D]
+        # The same for all tokens, so softmax takes it away: its gradient is 0, and not missing.
+        same = (asked @ key.bias.view(-1, size, 1)).transpose(0, 1)  # [B, H, 1]
+        scores = asks @ all_tokens.mT + same
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * self.scaling
+    if attention_mask is not None:
+        mask, least = attention_mask[:, :, 0], torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~mask, least) if mask.dtype == torch.bool else scores + mask
+    shares = F.dropout(scores.softmax(-1), self.dropout.p, self.training)  # [B, H, S]
+    drawn = shares.to(all_tokens.dtype)
+    if has_adapters:
+        got = torch.einsum("bhs,bshd->hbd", drawn, value(all_tokens).view(by_head))
+    else:
+        got = (drawn @ all_tokens).transpose(0, 1) @ value.weight.view(of_head).mT
+        got = got + shares.sum(-1).T[..., None] * value.bias.view(-1, 1, size)  # [H, B, size]
+    attended = got.transpose(0, 1).reshape(len(token), 1, -1).to(all_tokens.dtype)
+    return attended if is_bert else self.out_lin(attended), shares[:, :, None]

@@ -98,9 +98,9 @@ def test_who_asks_for_weights_gets_them() -> None:
 
 @pytest.mark.parametrize("kind", ["bert", "distilbert"])
 def test_in_bfloat16_gradients_are_no_further_from_the_truth(kind: str) -> None:
-    """Than those of the model as it was, over five seeds; each is cast once for its projections."""
+    """Than those of the model as it was, by more than a twentieth, over forty seeds."""
     errors = torch.zeros(2)
-    for seed in range(5):
+    for seed in range(40):
         exact = classifier(kind, **dict.fromkeys(DROPOUT, 0.0), seed=seed, initializer_range=0.3)
         ours, theirs = copy.deepcopy(exact), copy.deepcopy(exact)
         leave_out_the_rest(ours)
@@ -112,7 +112,7 @@ def test_in_bfloat16_gradients_are_no_further_from_the_truth(kind: str) -> None:
             gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
             found.append(torch.cat(gradients))
         errors += torch.stack([(each - found[0]).norm() / found[0].norm() for each in found[1:]])
-    assert 0 < errors[0] <= 1.1 * errors[1]
+    assert 0 < errors[0] <= 1.05 * errors[1]
 
 
 @pytest.mark.parametrize("path", ["eager", "sdpa"])

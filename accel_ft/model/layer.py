@@ -1,0 +1,264 @@
+"""A layer of an encoder as BERT has it, forward and backward in one piece, on a CPU.
+
+A CPU that trains waits for its memory as much as for its products. Autograd takes a layer apart
+into some forty passes, each of which reads and writes tensors that no cache holds any more. Here
+the layer is one function, which keeps less, scales, drops and adds where it passes anyway, and
+writes gradients over what is not needed any more. The products are the same, and so are output and
+gradients, to rounding; residuals and norms stay in float32 under autocast, as they are there.
+
+Legend: B samples, H heads, S tokens, D hidden size, N = B x S.
+"""
+
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from accel_ft.model.dropout import LEVELS, draw_kept
+
+FEWEST_VECTORISED = 32  # keys, below which torch's softmax of 16-bit floats takes one by one
+# What has parameters; activation; dropout of the shares, of what attention gives, of the rest.
+OF_BERT = attrgetter(
+    "attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense",
+    "attention.output.LayerNorm", "intermediate.dense", "output.dense", "output.LayerNorm",
+    "intermediate.intermediate_act_fn",
+    "attention.self.dropout", "attention.output.dropout", "output.dropout",
+)  # fmt: skip
+OF_DISTILBERT = attrgetter(
+    "attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin",
+    "sa_layer_norm", "ffn.lin1", "ffn.lin2", "output_layer_norm",
+    "ffn.activation",
+    "attention.dropout", "ffn.dropout",
+)  # fmt: skip
+
+
+class Settings(NamedTuple):
+    """Of a layer, what is no tensor."""
+
+    kind: torch.dtype  # of the products
+    size: int  # of a head
+    scaling: float  # of the scores
+    eps: tuple[float, ...]  # of the two norms
+    dropped: list[int]  # of LEVELS: of the shares, of what attention gives, and of the rest
+
+
+def attention_of(layer: Any) -> Any:
+    """Return a layer's module of self-attention."""
+    return getattr(layer.attention, "self", layer.attention)
+
+
+def in_one_piece(layer: Any) -> None:
+    """Let a layer compute as `forward` does. To be called before anything wraps the model."""
+    layer.forward = partial(forward, layer)  # a method would not be unpickled
+
+
+def forward(
+    layer: Any,
+    tokens: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *others: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """The forward pass of a layer, in one piece where it can be; else as its class has it: on a
+    GPU, compiled, with adapters, another activation than GELU, or if its weights are asked for.
+
+    Args:
+        layer: of BERT's or DistilBERT's shape.
+        tokens: [B, S, D].
+        attention_mask: added to the scores, of a shape that broadcasts to [B, H, S, S].
+        others: for the class alone, as `kwargs` are.
+
+    Returns:
+        [B, S, D].
+    """
+    take_apart = OF_DISTILBERT if hasattr(layer, "ffn") else OF_BERT
+    attention, parts = attention_of(layer), take_apart(layer)
+    modules, activation, dropouts = parts[:8], parts[8], parts[9:]
+    dropped = [round(each.p * LEVELS) * layer.training for each in dropouts]
+    if len(dropped) == 2:  # DistilBERT drops nothing of what attention gives
+        dropped.insert(1, 0)
+    if (
+        not tokens.is_cpu
+        or torch.compiler.is_compiling()
+        or set(map(type, modules)) != {nn.Linear, nn.LayerNorm}
+        or getattr(activation, "act", None) is not F.gelu
+        or max(dropped) >= LEVELS
+        or kwargs.get("output_attentions")
+        or attention.config.output_attentions
+    ):
+        return type(layer).forward(layer, tokens, attention_mask, *others, **kwargs)  # type: ignore[no-any-return]
+    kind = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else tokens.dtype
+    if attention_mask is not None:
+        least = max(torch.finfo(each).min for each in (kind, attention_mask.dtype))
+        attention_mask = attention_mask.clamp(min=least)  # float32's would be -inf in bfloat16
+    eps = (modules[4].eps, modules[7].eps)
+    settings = Settings(kind, attention.attention_head_size, attention.scaling, eps, dropped)
+    tensors = [tensor for module in modules for tensor in (module.weight, module.bias)]
+    result: torch.Tensor = _Layer.apply(  # type: ignore[no-untyped-call]
+        tokens, attention_mask, settings, *tensors
+    )
+    return result
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: torch.Tensor, mask: torch.Tensor | None, to: Settings, *tensors: Any
+    ) -> torch.Tensor:
+        shape, kind = tokens.shape, to.kind
+        weights, biases = tensors[::2], tensors[1::2]
+        cast = [each.to(kind) for each in weights[:4] + weights[5:7]]
+        w_q, w_k, w_v, w_out, w_wide, w_narrow = cast
+        b_q, b_k, b_v, b_out, b_wide, b_narrow = (b.to(kind) for b in biases[:4] + biases[5:7])
+        residual = tokens.flatten(0, 1)  # [N, D]
+        x = residual.to(kind)
+
+        query, key, value = (
+            _by_head(torch.addmm(bias, x, weight.T), shape, to.size)
+            for weight, bias in ((w_q, b_q), (w_k, b_k), (w_v, b_v))
+        )  # [B x H, S, size]
+        full = (shape[0], len(query) // shape[0], shape[1], shape[1])
+        scores = query.new_empty(full)
+        scores.zero_() if mask is None else scores.copy_(mask)
+        scores = scores.flatten(0, 1).baddbmm_(query, key.mT, alpha=to.scaling)
+        wide_kind = torch.promote_types(kind, torch.float32)
+        shares = scores.softmax(-1, dtype=wide_kind).to(kind)
+        kept_shares = _drawn(shares, to.dropped[0])
+        left = shares if kept_shares is None else torch.mul(shares, kept_shares, out=scores)
+        got = _together(_product(left, value, _factor(to.dropped[0])), shape)  # [N, D]
+        del scores, left
+
+        given = torch.addmm(b_out, got, w_out.T)
+        middle, norm = _add_norm(residual, given, to.dropped[1], weights[4], biases[4], to.eps[0])
+        y = middle.to(kind)
+        before = torch.addmm(b_wide, y, w_wide.T)
+        after = F.gelu(before)
+        given = torch.addmm(b_narrow, after, w_narrow.T)
+        result, last = _add_norm(middle, given, to.dropped[2], weights[7], biases[7], to.eps[1])
+        ctx.settings, ctx.shape = to, shape
+        ctx.save_for_backward(
+            x, query, key, value, shares, kept_shares, got, y, before, after,
+            *cast, *norm, *last,
+        )  # fmt: skip
+        return result.view(shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        to, shape, kind = ctx.settings, ctx.shape, ctx.settings.kind
+        saved = ctx.saved_tensors  # once: gradient checkpointing computes them anew
+        x, query, key, value, shares, kept_shares, got, y, before, after = saved[:10]
+        w_q, w_k, w_v, w_out, w_wide, w_narrow = saved[10:16]
+        norm, last = saved[16:22], saved[22:]
+
+        d, d_given, *of_last = _add_norm_backward(
+            gradients[0].reshape(-1, shape[-1]), kind, to.dropped[2], *last
+        )
+        of_narrow = _linear_backward(d_given, after, d)
+        d_wide = d_given @ w_narrow
+        torch.ops.aten.gelu_backward.grad_input(d_wide, before, grad_input=d_wide)
+        of_wide = _linear_backward(d_wide, y, d)
+        d, d_given, *of_norm = _add_norm_backward(
+            d.add_(d_wide @ w_wide), kind, to.dropped[1], *norm
+        )
+        of_out = _linear_backward(d_given, got, d)
+
+        d_got = _by_head(d_given @ w_out, shape, to.size)
+        factor = _factor(to.dropped[0])
+        d_shares = _product(d_got, value.mT, factor)
+        if kept_shares is not None:
+            d_shares.mul_(kept_shares)
+        is_vectorised = shape[1] >= FEWEST_VECTORISED
+        wide_kind = kind if is_vectorised else torch.promote_types(kind, torch.float32)
+        d_scores = torch._softmax_backward_data(
+            d_shares.to(wide_kind), shares.to(wide_kind), -1, wide_kind
+        ).to(kind)
+        left = shares if kept_shares is None else torch.mul(shares, kept_shares, out=d_shares)
+        of_projections: list[torch.Tensor] = []
+        for a, b, scale, weight in (
+            (d_scores, key, to.scaling, w_q),
+            (d_scores.mT, query, to.scaling, w_k),
+            (left.mT, d_got, factor, w_v),
+        ):
+            gradient = _together(_product(a, b, scale), shape)
+            of_projections += _linear_backward(gradient, x, d)
+            d.add_(gradient @ weight)
+        return (
+            d.view(shape), None, None,
+            *of_projections, *of_out, *of_norm, *of_wide, *of_narrow, *of_last,
+        )  # fmt: skip
+
+
+def _by_head(rows: torch.Tensor, shape: torch.Size, size: int) -> torch.Tensor:
+    """[N, D] -> [B x H, S, size]."""
+    heads = rows.view(shape[0], shape[1], -1, size).transpose(1, 2)
+    return heads.reshape(-1, shape[1], size)
+
+
+def _together(heads: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """[B x H, S, size] -> [N, D]."""
+    rows = heads.view(shape[0], -1, *heads.shape[1:]).transpose(1, 2)
+    return rows.reshape(shape[0] * shape[1], -1)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return a x b x scale, [B x H, ...], rounded once."""
+    product = a.new_empty((a.shape[0], a.shape[1], b.shape[2]))
+    return product.baddbmm_(a, b, beta=0, alpha=scale)  # not in place it copies first
+
+
+def _factor(dropped: int) -> float:
+    return LEVELS / (LEVELS - dropped)
+
+
+def _drawn(like: torch.Tensor, dropped: int) -> torch.Tensor | None:
+    return draw_kept(like.shape, dropped) if dropped else None
+
+
+def _add_norm(
+    residual: torch.Tensor,
+    given: torch.Tensor,
+    dropped: int,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+    """Return the norm of residual + dropout(given), [N, D], and what its backward pass needs."""
+    kept = _drawn(given, dropped)
+    if kept is None:
+        total = residual + given
+    else:
+        total = torch.addcmul(residual, given, kept, value=_factor(dropped))
+    normed, mean, scale = torch.native_layer_norm(total, total.shape[1:], weight, bias, eps)
+    return normed, (total, mean, scale, kept, weight, bias)
+
+
+def _add_norm_backward(
+    gradient: torch.Tensor,
+    kind: torch.dtype,
+    dropped: int,
+    total: torch.Tensor,
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    kept: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of residual, given, weight and bias."""
+    d_total, d_weight, d_bias = torch.ops.aten.native_layer_norm_backward(
+        gradient, total, total.shape[1:], mean, scale, weight, bias, [True, True, True]
+    )
+    d_given = d_total
+    if kept is not None:
+        d_given = torch.addcmul(d_total.new_zeros(()), d_total, kept, value=_factor(dropped))
+    return d_total, d_given.to(kind), d_weight, d_bias
+
+
+def _linear_backward(
+    gradient: torch.Tensor, given: torch.Tensor, like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of a linear layer's weight and bias, in the type of `like`."""
+    return (gradient.T @ given).to(like.dtype), gradient.sum(0).to(like.dtype)

@@ -1,0 +1,163 @@
+"""A layer in one piece is the layer that transformers computes."""
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModel
+
+from accel_ft.model import layer as module
+from accel_ft.model.first_token import KINDS
+from accel_ft.model.layer import in_one_piece
+
+LEAST = torch.finfo(torch.float32).min
+SIZES = {"vocab_size": 9, "hidden_size": 24, "num_hidden_layers": 1, "intermediate_size": 40,
+         "num_attention_heads": 3, "embedding_size": 24}  # fmt: skip
+OF_DISTILBERT = {"dim": 24, "hidden_dim": 40, "n_layers": 1, "n_heads": 3}
+DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout")
+
+
+def layers(kind: str = "bert", p: float = 0.0, seed: int = 0, **settings: Any) -> tuple[Any, Any]:
+    """A layer in one piece, and as its class has it; all of their parameters are random."""
+    torch.manual_seed(seed)
+    sizes = {
+        **SIZES,
+        **(OF_DISTILBERT if kind == "distilbert" else {}),
+        **dict.fromkeys(DROPOUT, p),
+    }
+    config = AutoConfig.for_model(kind, **(sizes | settings))
+    model = AutoModel.from_config(config, attn_implementation="eager")
+    (theirs,) = (model.transformer if kind == "distilbert" else model.encoder).layer
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    ours = copy.deepcopy(theirs).train()
+    in_one_piece(ours)
+    return copy.deepcopy(ours), theirs.train()  # a copy is one of its own
+
+
+def given(length: int, kind: str = "row") -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Tokens of two samples, the first a token shorter, and a mask: one row for all, one each."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randn(2, length, 24, generator=generator, requires_grad=True)
+    mask = torch.zeros(2, 1, length if kind == "rows" else 1, length)
+    mask[0, :, :, -1] = LEAST
+    return tokens, None if kind == "none" else mask
+
+
+def results(layer: Any, tokens: torch.Tensor, mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """What came out, and the gradients of a sum whose terms all differ."""
+    tokens = tokens.detach().requires_grad_()
+    out = layer(tokens, mask)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+    gradients = torch.autograd.grad((out * weights).sum(), (tokens, *parameters))
+    return dict(zip(("out", "tokens", *names), (out.detach(), *gradients), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["none", "row", "rows"])
+@pytest.mark.parametrize("length", [1, 7, 40])
+@pytest.mark.parametrize("model", sorted(KINDS))
+def test_output_and_gradients_are_those_of_the_model(model: str, length: int, kind: str) -> None:
+    ours, theirs = (each.double() for each in layers(model))
+    tokens, mask = given(max(length, 2 - (kind == "none")), kind)
+    with mock.patch.object(type(ours), "forward", side_effect=AssertionError):
+        mine = results(ours, tokens.double(), mask)
+    for name, other in results(theirs, tokens.double(), mask).items():
+        torch.testing.assert_close(mine[name], other, rtol=1e-9, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize("model", ["bert", "distilbert"])
+@pytest.mark.parametrize("length", [24, 64])
+def test_it_errs_no_more_in_bfloat16(model: str, length: int) -> None:
+    """Than what transformers computes under autocast: output and gradients, over ten seeds."""
+    errors, (tokens, mask) = torch.zeros(2), given(length)
+    for seed in range(10):
+        ours, theirs = layers(model, seed=seed)
+        exact = results(copy.deepcopy(theirs).double(), tokens.double(), mask)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = [results(layer, tokens, mask) for layer in (ours, theirs)]
+        truth, *rough = (
+            torch.cat([t.flatten() for t in each.values()]) for each in (exact, *found)
+        )
+        assert {each.dtype for each in rough} == {torch.float32}
+        errors += torch.stack([(each - truth).norm() / truth.norm() for each in rough])
+    assert 0 < errors[0] <= errors[1]
+
+
+@pytest.mark.parametrize("model", ["bert", "distilbert"])
+@pytest.mark.parametrize("length", [7, 40])
+def test_dropout(model: str, length: int) -> None:
+    """The same masks forwards and backwards, scaled; drawn anew each time."""
+    ours, theirs = (each.double() for each in layers(model, 0.25))
+    (tokens, mask), drawn = given(length), []
+
+    def draw(*args: Any) -> torch.Tensor:
+        drawn.append(draw_kept(*args))
+        return drawn[-1]
+
+    def drop(values: torch.Tensor, p: float, *_: Any, **__: Any) -> torch.Tensor:
+        return values * masks.pop(0).view(values.shape) / (1 - p)
+
+    draw_kept = module.draw_kept
+    with mock.patch.object(module, "draw_kept", draw):
+        mine = results(ours, tokens.double(), mask)
+        masks = drawn.copy()
+        ours(tokens.double(), mask)
+    assert not any(map(torch.equal, masks, drawn[len(masks) :]))
+    with mock.patch.object(F, "dropout", drop):
+        for name, other in results(theirs, tokens.double(), mask).items():
+            torch.testing.assert_close(mine[name], other, rtol=1e-9, atol=1e-11, msg=name)
+    assert masks == []
+    ours.eval()
+    assert torch.equal(ours(tokens.double(), mask), ours(tokens.double(), mask))
+
+
+def test_what_is_kept() -> None:
+    """Of a score 3 bytes, of what is between the wide layers 2 x 2; under autocast, with dropout."""
+    (ours, _), (tokens, mask), kept = layers(p=0.1), given(40), []
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        ours(tokens, mask)
+    for count, each in ((2 * 3 * 40 * 40, 3), (2 * 40 * 40, 4)):
+        assert sum(t.nbytes for t in kept if t.numel() == count) == each * count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sample_without_a_token(dtype: torch.dtype) -> None:
+    """The least float32 would be minus infinity in bfloat16, and softmax of nothing else not a number."""
+    ours, _ = layers()
+    tokens, _ = given(7)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        blind = ours(tokens, torch.full((2, 1, 1, 7), LEAST))
+    assert blind.isfinite().all()
+
+
+def test_a_second_derivative_is_refused() -> None:
+    ours, _ = layers()
+    tokens, mask = given(7)
+    (first,) = torch.autograd.grad(ours(tokens, mask).square().sum(), tokens, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"hidden_act": "relu"},
+        {"hidden_act": "gelu_python"},
+        {"output_attentions": True},
+        {"attention_probs_dropout_prob": 1.0},
+    ],
+    ids=str,
+)
+def test_what_it_cannot_do_is_left_to_the_class(settings: dict[str, Any]) -> None:
+    ours, theirs = layers(**settings)
+    tokens, mask = given(7)
+    assert torch.equal(ours(tokens, mask), theirs(tokens, mask))
+    with mock.patch.object(module, "_Layer", None):
+        ours(tokens, mask)
