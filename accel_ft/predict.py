@@ -132,12 +132,11 @@ class Predictor:
         check_tokens(
             max(greatest_id, self.pad.token_id), self.classifier.model.config, "checkpoint"
         )
-        with torch.inference_mode():
+        with torch.inference_mode(), self.accelerator.autocast():  # weights are cast once
             for batch in self.pad.eval_batches(lengths, self.config.per_device_eval_batch_size):
                 inputs = self.pad([rows[row] for row in batch])
-                with self.accelerator.autocast():
-                    moved = {key: value.to(device) for key, value in inputs.items()}
-                    logits = forward(self.classifier.model, moved)
+                moved = {key: value.to(device) for key, value in inputs.items()}
+                logits = forward(self.classifier.model, moved)
                 found[batch] = self.transform(logits.cpu().double()).numpy()
         scores = np.empty((len(texts), found.shape[1]))
         for share, values in enumerate(gather_object([found])):

@@ -134,15 +134,19 @@ def make_loader(
     Its own generator keeps it from drawing on torch's: an iterator made at a resume leaves
     dropout's numbers alone.
     """
+    on_gpu = accelerator.device.type == "cuda"
+    # NCCL has threads by then, which a fork may leave in the middle of something.
+    forks_badly = num_workers > 0 and on_gpu and accelerator.num_processes > 1
     loader = DataLoader(
         batches,
         batch_size=1,
         sampler=range(start, len(batches)),
         collate_fn=itemgetter(0),
         num_workers=num_workers,
-        pin_memory=accelerator.device.type == "cuda",
+        pin_memory=on_gpu,
         generator=torch.Generator(),
         worker_init_fn=_leave_signals_to_the_parent,
+        multiprocessing_context="spawn" if forks_badly else None,
     )
     return accelerator.prepare_data_loader(loader)
 

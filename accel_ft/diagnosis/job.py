@@ -503,3 +503,4 @@ def _let_go(run: Run) -> None:
     run.accelerator.free_memory()
     run.model = run.optimizer = run.scheduler = None  # type: ignore[assignment]
     gc.collect()
+    torch.cuda.empty_cache()

@@ -31,7 +31,7 @@ from accel_ft.model.optim import (
 )
 from accel_ft.model.plain import plain_model
 from accel_ft.runtime import fsdp
-from accel_ft.runtime.launch import check_granted, is_compiled
+from accel_ft.runtime.launch import check_granted, is_compiled, refuse_cuda_graphs
 from accel_ft.runtime.logging import EventLog
 from accel_ft.runtime.trackers import Trackers
 from accel_ft.runtime.watch import Watch
@@ -83,6 +83,8 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     config, accumulation_steps = _resolve_batch(config, num_ranks, len(splits.train))
     assert config.global_batch_size is not None
     accelerator.gradient_accumulation_steps = accumulation_steps
+    if accumulation_steps > 1:
+        refuse_cuda_graphs(accelerator.device)
     num_micro_batches = accumulation_steps * num_ranks
     plan = Plan(len(splits.train), config.global_batch_size, config.seed, splits.train.lengths)
     places = partial(train_places, plan, num_micro_batches)
@@ -200,6 +202,7 @@ def _build_model(
     model, optimizer = accelerator.prepare(model, optimizer)
     check_granted(accelerator, model)
     if is_fsdp:
+        fsdp.leave_embedding_sharded(model)
         allocate_state(optimizer.optimizer)
     if accelerator.num_processes > 2 and fsdp.strategy_of(model) == "DDP":
         # It cuts the gradients into buckets anew after a first pass, and sums over three ranks and

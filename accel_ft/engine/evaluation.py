@@ -1,5 +1,6 @@
 """A ledger: each prediction carries its place, each counts once, none may be missing."""
 
+import contextlib
 import io
 import json
 import logging
@@ -12,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from accel_ft.config import DataConfig
 from accel_ft.data.loader import Batches, Padding, make_loader
@@ -52,13 +54,16 @@ def predict_split(
     """
     was_training = model.training
     model.eval()
+    # FSDP2 casts by itself, in evaluation as in training.
+    is_fsdp2 = any(isinstance(module, FSDPModule) for module in model.modules())
+    precision = contextlib.nullcontext() if is_fsdp2 else accelerator.autocast()
     logits, places = [], []
     try:
-        for batch in loader:
-            before_batch()
-            with accelerator.autocast():
+        with precision:  # around all of them: weights are cast once
+            for batch in loader:
+                before_batch()
                 logits.append(forward(model, batch).clone())  # CUDA graphs write over theirs
-            places.append(batch["places"])
+                places.append(batch["places"])
     finally:
         model.train(was_training)
         loader.end()

@@ -85,6 +85,7 @@ def fit_micro_batch(
     wanted = measured_need(accelerator, model, splits.train, pad)
     del model
     gc.collect()  # its layers stand in circles
+    torch.cuda.empty_cache()  # NCCL takes its memory from the device alone
     usable = int(capacity * (1 - RESERVE))
     size = config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
     rows = -(-size // accelerator.num_processes)  # of an update on a rank; more are not needed

@@ -15,16 +15,14 @@ Legend: B samples, H heads, S tokens, D hidden size.
 """
 
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from accel_ft.model.layer import attention_of, in_one_piece
+from accel_ft.model.layer import attention_of, in_one_piece, projections
 
-BERT, DISTILBERT = attrgetter("query", "key", "value"), attrgetter("q_lin", "k_lin", "v_lin")
 KINDS = {"bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta"}
 
 
@@ -101,8 +99,7 @@ def one_asks(
     device, size = token.device.type, self.attention_head_size
     if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):  # once, for all products
         all_tokens = all_tokens.to(torch.get_autocast_dtype(device))
-    is_bert = hasattr(self, "query")
-    query, key, value = BERT(self) if is_bert else DISTILBERT(self)
+    query, key, value = projections(self)
     has_adapters = type(key) is not nn.Linear or type(value) is not nn.Linear
     by_head, of_head = (*all_tokens.shape[:2], -1, size), (-1, size, all_tokens.shape[2])
     asked = query(all_tokens[:, :1]).view(len(token), -1, size).transpose(0, 1)  # [H, B, size]
@@ -125,4 +122,4 @@ def one_asks(
         got = (drawn @ all_tokens).transpose(0, 1) @ value.weight.view(of_head).mT
         got = got + shares.sum(-1).T[..., None] * value.bias.view(-1, 1, size)  # [H, B, size]
     attended = got.transpose(0, 1).reshape(len(token), 1, -1).to(all_tokens.dtype)
-    return attended if is_bert else self.out_lin(attended), shares[:, :, None]
+    return (self.out_lin(attended) if hasattr(self, "out_lin") else attended), shares[:, :, None]

@@ -10,7 +10,6 @@ Legend: B samples, H heads, S tokens, D hidden size, N = B x S.
 """
 
 from functools import partial
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -20,19 +19,6 @@ from torch import nn
 from accel_ft.model.dropout import LEVELS, draw_kept
 
 FEWEST_VECTORISED = 32  # keys, below which torch's softmax of 16-bit floats takes one by one
-# What has parameters; activation; dropout of the shares, of what attention gives, of the rest.
-OF_BERT = attrgetter(
-    "attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense",
-    "attention.output.LayerNorm", "intermediate.dense", "output.dense", "output.LayerNorm",
-    "intermediate.intermediate_act_fn",
-    "attention.self.dropout", "attention.output.dropout", "output.dropout",
-)  # fmt: skip
-OF_DISTILBERT = attrgetter(
-    "attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin",
-    "sa_layer_norm", "ffn.lin1", "ffn.lin2", "output_layer_norm",
-    "ffn.activation",
-    "attention.dropout", "ffn.dropout",
-)  # fmt: skip
 
 
 class Settings(NamedTuple):
@@ -50,6 +36,32 @@ def attention_of(layer: Any) -> Any:
     return getattr(layer.attention, "self", layer.attention)
 
 
+def projections(attention: Any) -> list[Any]:
+    """Return the modules that make query, key and value."""
+    if hasattr(attention, "query"):
+        return [attention.query, attention.key, attention.value]
+    return [attention.q_lin, attention.k_lin, attention.v_lin]  # DistilBERT's
+
+
+def take_apart(layer: Any) -> tuple[list[Any], Any, list[float]]:
+    """Return what has parameters in a layer (query, key, value, out, norm, wide, narrow, last
+    norm), its activation, and the probabilities of dropout: of the shares, of what attention gives,
+    and of what comes after it.
+    """
+    attention = attention_of(layer)
+    if hasattr(layer, "ffn"):  # DistilBERT's
+        ffn, out, norm = layer.ffn, attention.out_lin, layer.sa_layer_norm
+        rest = [ffn.lin1, ffn.lin2, layer.output_layer_norm]
+        activation, dropouts = ffn.activation, [0.0, ffn.dropout.p]
+    else:
+        given, last = layer.attention.output, layer.output
+        out, norm, wide = given.dense, given.LayerNorm, layer.intermediate
+        rest = [wide.dense, last.dense, last.LayerNorm]
+        activation, dropouts = wide.intermediate_act_fn, [given.dropout.p, last.dropout.p]
+    modules = [*projections(attention), out, norm, *rest]
+    return modules, activation, [attention.dropout.p, *dropouts]
+
+
 def in_one_piece(layer: Any) -> None:
     """Let a layer compute as `forward` does. To be called before anything wraps the model."""
     layer.forward = partial(forward, layer)  # a method would not be unpickled
@@ -63,7 +75,8 @@ def forward(
     **kwargs: Any,
 ) -> torch.Tensor:
     """The forward pass of a layer, in one piece where it can be; else as its class has it: on a
-    GPU, compiled, with adapters, another activation than GELU, or if its weights are asked for.
+    GPU, compiled, with adapters, another activation than GELU, gradient checkpointing, or if its
+    weights are asked for.
 
     Args:
         layer: of BERT's or DistilBERT's shape.
@@ -74,18 +87,16 @@ def forward(
     Returns:
         [B, S, D].
     """
-    take_apart = OF_DISTILBERT if hasattr(layer, "ffn") else OF_BERT
-    attention, parts = attention_of(layer), take_apart(layer)
-    modules, activation, dropouts = parts[:8], parts[8], parts[9:]
-    dropped = [round(each.p * LEVELS) * layer.training for each in dropouts]
-    if len(dropped) == 2:  # DistilBERT drops nothing of what attention gives
-        dropped.insert(1, 0)
+    attention, checkpoints = attention_of(layer), getattr(layer, "gradient_checkpointing", False)
+    modules, activation, dropouts = take_apart(layer)
+    dropped = [round(p * LEVELS) * layer.training for p in dropouts]
     if (
-        not tokens.is_cpu
-        or torch.compiler.is_compiling()
+        torch.compiler.is_compiling()
+        or not tokens.is_cpu
         or set(map(type, modules)) != {nn.Linear, nn.LayerNorm}
         or getattr(activation, "act", None) is not F.gelu
         or max(dropped) >= LEVELS
+        or (checkpoints and layer.training)  # which is in the class's
         or kwargs.get("output_attentions")
         or attention.config.output_attentions
     ):

@@ -62,6 +62,13 @@ def configure(accelerator: Accelerator, model: nn.Module) -> None:
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, **in_float32)
 
 
+def leave_embedding_sharded(model: nn.Module) -> None:
+    """Have FSDP2 not gather the word embedding for the backward pass, which does not read it."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and isinstance(module, nn.Embedding):
+            module.set_unshard_in_backward(False)
+
+
 def leave_overflows_to_the_scaler(accelerator: Accelerator, optimizer: Any) -> None:
     """Have fp16's loss scaler leave a step out itself, under FSDP: AdamW's fused kernel misreads
     the flag, FSDP1's sum over ranks and one that is still on its way to offloaded parameters.

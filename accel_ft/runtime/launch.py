@@ -119,7 +119,7 @@ def launcher_words(command: list[str]) -> list[str] | None:
 
 
 def make_accelerator(**kwargs: Any) -> Accelerator:
-    """Build the `Accelerator` that was asked for, in a process that keeps the memory it frees.
+    """Build the `Accelerator` that was asked for; on a CPU the process keeps the memory it frees.
 
     Args:
         kwargs: passed to `Accelerator`.
@@ -127,19 +127,23 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
     Raises:
         LaunchError: where it cannot be had, with what was asked, what was found and how to mend it.
     """
-    keep_freed_memory()
     give_groups_one_worker()
     request = read_request()
     if request.use_cpu:  # FSDP2 and barriers would take the GPUs all the same
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     on_cpu = bool(request.use_cpu) or not torch.accelerator.is_available()
+    if on_cpu:
+        keep_freed_memory()
     _refuse_impossible(request, on_cpu)
     # Evaluation and prediction wait for a slow rank, or for what comes on standard input.
     kwargs.setdefault("kwargs_handlers", [InitProcessGroupKwargs(timeout=timedelta(days=1))])
-    accelerator = Accelerator(cpu=on_cpu, **kwargs)
+    data = DataLoaderConfiguration(non_blocking=True)
+    accelerator = Accelerator(cpu=on_cpu, dataloader_config=data, **kwargs)
     # With a mask, its backward pass gives NaN on Hopper GPUs (PyTorch's issue 196678): torch then
     # takes its flash or memory-efficient one.
     torch.backends.cuda.enable_cudnn_sdp(False)
+    if accelerator.mixed_precision == "no":
+        torch.backends.cudnn.allow_tf32 = False  # of convolutions; torch has it on by itself
     if is_compiled():
         torch._dynamo.config.recompile_limit = COMPILATIONS
         torch._dynamo.config.fail_on_recompile_limit_hit = True  # not on in eager mode, unsaid
@@ -171,7 +175,6 @@ def make_training_accelerator(timeout_seconds: float, **kwargs: Any) -> Accelera
         LaunchError: as `make_accelerator`.
     """
     return make_accelerator(
-        dataloader_config=DataLoaderConfiguration(non_blocking=True),
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
             # Later than the watch, which knows who is missing; NCCL would only abort.
@@ -218,6 +221,22 @@ def is_compiled() -> bool:
     return os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
 
 
+def refuse_cuda_graphs(device: torch.device) -> None:
+    """Refuse a compile mode with CUDA graphs where gradients add up over micro-batches: they lie in
+    the graphs' memory, which the next micro-batch's forward pass takes back.
+
+    Raises:
+        LaunchError: it is asked for.
+    """
+    mode = os.environ.get("ACCELERATE_DYNAMO_MODE", "default")
+    if is_compiled() and device.type == "cuda" and mode in ("reduce-overhead", "max-autotune"):
+        raise LaunchError(
+            f"dynamo_mode: {mode}, whose CUDA graphs overwrite gradients that add up over several "
+            "micro-batches. Fix: dynamo_mode: default, or a per_device_train_batch_size that takes "
+            "the update at once"
+        )
+
+
 def _refuse_impossible(request: Request, on_cpu: bool) -> None:
     """Stop where accelerate would silently do something else."""
     if os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
@@ -228,14 +247,15 @@ def _refuse_impossible(request: Request, on_cpu: bool) -> None:
         )
     kind, precision = request.distributed_type, request.mixed_precision
     is_fsdp2 = kind == "FSDP" and os.environ.get("FSDP_VERSION") == "2"
+    is_fsdp1 = kind == "FSDP" and not is_fsdp2
     sharding = os.environ.get("FSDP_SHARDING_STRATEGY", "full_shard").upper()
+    reshards = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").upper()
     ranks, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
-    is_launched = request.source != ENVIRONMENT  # srun lets each rank see its own devices alone
 
-    def fsdp2(key: str, *values: str) -> bool:
-        return is_fsdp2 and os.environ.get(f"FSDP_{key}", "").lower() in values
+    def asks_fsdp(key: str, *values: str) -> bool:
+        return kind == "FSDP" and os.environ.get(f"FSDP_{key}", "").lower() in values
 
-    offloads = fsdp2("OFFLOAD_PARAMS", "true", "1")
+    offloads = is_fsdp2 and asks_fsdp("OFFLOAD_PARAMS", "true", "1")
     for is_asked, words in (
         (kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP"),
          f"distributed_type: {kind}, which accel_ft does not train under. "
@@ -251,28 +271,34 @@ def _refuse_impossible(request: Request, on_cpu: bool) -> None:
         (request.use_cpu is False and on_cpu,
          "an accelerator (use_cpu: false), but torch finds none here. "
          "Fix: accelerate_configs/cpu.yaml or cpu_ddp.yaml, or a torch build for your device"),
-        (not on_cpu and is_launched and ranks > devices,
-         f"{ranks} processes on this machine, which has {devices} devices. "
-         "Fix: --num_processes, one a device"),
+        (not on_cpu and ranks > devices,
+         f"{ranks} processes on this machine, of which this one sees {devices} devices. "
+         "Fix: --num_processes, one a device; under srun let each see all (no --gpus-per-task)"),
         (precision == "fp16" and on_cpu,
          "mixed_precision: fp16, which is silently switched off on the CPU. "
          "Allowed there: no, bf16. Fix: --mixed_precision bf16"),
-        (kind == "FSDP" and on_cpu and not is_fsdp2,
+        (is_fsdp1 and on_cpu,
          "FSDP1 on the CPU, where saving its full state crashes the process. "
          "Fix: fsdp_version: 2 in fsdp_config, as in accelerate_configs/cpu_fsdp2.yaml"),
-        (fsdp2("CPU_RAM_EFFICIENT_LOADING", "true", "1"),
-         "fsdp_cpu_ram_efficient_loading (accelerate's default), under which a new head is trained "
-         "on rank 0 alone. Fix: fsdp_cpu_ram_efficient_loading: false in fsdp_config, as in "
+        (asks_fsdp("CPU_RAM_EFFICIENT_LOADING", "true", "1"),
+         "fsdp_cpu_ram_efficient_loading (accelerate's default), under which rank 0 alone has a "
+         "new head. Fix: fsdp_cpu_ram_efficient_loading: false in fsdp_config, as in "
          "accelerate_configs/"),
+        (is_fsdp1 and not asks_fsdp("USE_ORIG_PARAMS", "true", "1"),
+         "FSDP1 without fsdp_use_orig_params, under which the optimizer would hold nothing of the "
+         "model. Fix: fsdp_use_orig_params: true, as in accelerate_configs/fsdp1.yaml"),
+        (is_fsdp1 and reshards not in ("TRUE", "FULL_SHARD"),
+         f"fsdp_reshard_after_forward: {reshards}, which FSDP1 does not heed. "
+         f"Fix: fsdp_sharding_strategy: {reshards}"),
         (is_fsdp2 and sharding not in ("FULL_SHARD", "1", "NONE"),
          f"fsdp_sharding_strategy: {sharding}, which FSDP2 does not heed. "
          "Fix: leave it out; fsdp_reshard_after_forward: false is its SHARD_GRAD_OP"),
-        (fsdp2("AUTO_WRAP_POLICY", "size_based_wrap"),
+        (is_fsdp2 and asks_fsdp("AUTO_WRAP_POLICY", "size_based_wrap"),
          "fsdp_auto_wrap_policy: SIZE_BASED_WRAP, which FSDP2 cannot do with lists of layers. "
          "Fix: TRANSFORMER_BASED_WRAP"),
-        (fsdp2("ACTIVATION_CHECKPOINTING", "true", "1"),
-         "fsdp_activation_checkpointing, which under FSDP2 draws dropout anew on the way back. "
-         "Fix: leave it out; --gradient_checkpointing true in the job"),
+        (asks_fsdp("ACTIVATION_CHECKPOINTING", "true", "1"),
+         "fsdp_activation_checkpointing, which draws dropout anew on the way back (FSDP2) and "
+         "renames parameters (FSDP1). Fix: leave it out; --gradient_checkpointing true in the job"),
         (offloads and on_cpu, "fsdp_offload_params on the CPU, where they are. Fix: false"),
         (offloads and precision == "fp16",
          "fsdp_offload_params with mixed_precision: fp16, whose loss scale FSDP2 reads on the host "

@@ -140,7 +140,9 @@ def test_a_second_model_under_fsdp_has_a_plugin_of_its_own(
     monkeypatch.setattr(launch, "read_request", lambda: launch.Request("x", 1, None, "FSDP", "no"))
     monkeypatch.setattr(launch, "_refuse_impossible", lambda *_: None)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    made = SimpleNamespace(distributed_type=DistributedType.FSDP, num_processes=1)
+    made = SimpleNamespace(
+        distributed_type=DistributedType.FSDP, num_processes=1, mixed_precision="bf16"
+    )
     monkeypatch.setattr(launch, "Accelerator", lambda **_: made)
     renewed: list[object] = []
     monkeypatch.setattr(fsdp, "make_real", renewed.append)
@@ -160,12 +162,14 @@ def test_a_container_has_less_than_its_machine(tmp_path: Path) -> None:
 
 def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """accelerate would put two on one device, and NCCL speak of duplicates."""
-    request = replace(launch.read_request(), source="ddp.yaml", use_cpu=False)
+    request = replace(launch.read_request(), use_cpu=False)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     launch._refuse_impossible(request, on_cpu=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(LaunchError, match="2 processes on this machine, which has 1 devices"):
+    with pytest.raises(
+        LaunchError, match="2 processes on this machine, of which this one sees 1 devices"
+    ):
         launch._refuse_impossible(request, on_cpu=False)
 
 
@@ -195,6 +199,47 @@ def test_what_would_be_passed_over_is_refused(
     monkeypatch.setenv(key, value)
     with pytest.raises(LaunchError, match=message):
         launch._refuse_impossible(request, on_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("FSDP_RESHARD_AFTER_FORWARD", "HYBRID_SHARD", "Fix: fsdp_sharding_strategy: HYBRID_SHARD"),
+        ("FSDP_CPU_RAM_EFFICIENT_LOADING", "true", "rank 0 alone has a new head"),
+        ("FSDP_USE_ORIG_PARAMS", "false", "Fix: fsdp_use_orig_params: true"),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "true", "Fix: leave it out; --gradient_checkpointing"),
+    ],
+)
+def test_what_fsdp1_would_pass_over_is_refused(
+    key: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last three of accelerate's own defaults or questions; each fails on some rank only."""
+    request = launch.Request("fsdp1.yaml", 2, False, "FSDP", "bf16")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setenv("FSDP_USE_ORIG_PARAMS", "true")
+    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "true")  # as the launcher has it by itself
+    launch._refuse_impossible(request, on_cpu=False)
+    monkeypatch.setenv(key, value)
+    with pytest.raises(LaunchError, match=message):
+        launch._refuse_impossible(request, on_cpu=False)
+
+
+def test_cuda_graphs_are_refused_where_gradients_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would lie in memory that the next micro-batch takes."""
+    on_gpu = torch.device("cuda")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")
+    launch.refuse_cuda_graphs(on_gpu)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "reduce-overhead")
+    launch.refuse_cuda_graphs(torch.device("cpu"))
+    with pytest.raises(LaunchError, match="Fix: dynamo_mode: default"):
+        launch.refuse_cuda_graphs(on_gpu)
+
+
+def test_float32_is_float32_in_convolutions_too() -> None:
+    torch.backends.cudnn.allow_tf32 = True  # as torch has it
+    launch.make_accelerator()
+    assert not torch.backends.cudnn.allow_tf32
 
 
 def test_a_loss_scale_does_not_go_with_offloaded_parameters(

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -516,6 +517,21 @@ def test_loader_starts_anywhere_and_leaves_random_numbers_alone(
     assert torch.equal(before, torch.get_rng_state())
     expected = [part.tolist() or [-1] for step in range(12) for part in plan.micro_batches(step, 2)]
     assert read == expected[5:]
+
+
+def test_workers_beside_nccl_are_not_forked(rows_file: Path, tokenizer) -> None:
+    """Its threads may hold a lock at that moment; started anew, they read the same."""
+    split = whole(rows_file, tokenizer)
+    plan = Plan(len(split), 8, 0, split.lengths)
+    batches = Batches(split, Padding(tokenizer, 64, CPU), 4, partial(train_places, plan, 2))
+    on_two_gpus = SimpleNamespace(
+        device=torch.device("cuda"), num_processes=2, prepare_data_loader=lambda loader: loader
+    )
+    loader = make_loader(on_two_gpus, batches, 0, num_workers=1)
+    assert loader.multiprocessing_context.get_start_method() == "spawn"
+    loader.pin_memory = False  # there is no GPU to pin it for
+    read = [batch["places"].tolist() for batch in loader]
+    assert read == [part.tolist() for step in range(2) for part in plan.micro_batches(step, 2)]
 
 
 def rows(path: Path, *texts: str) -> Path:

@@ -81,6 +81,17 @@ def test_a_mask_with_a_row_for_each_token(kind: str, path: str) -> None:
     assert not torch.allclose(first(**inputs(False)).logits, first(**given).logits, atol=1e-5)
 
 
+@pytest.mark.parametrize("path", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_it_compiles_in_one_piece(kind: str, path: str) -> None:
+    """Pieces cost a GPU compilations, and passes over memory between them."""
+    model = classifier(kind, path).eval()
+    leave_out_the_rest(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**inputs(True)).logits, model(**inputs(True)).logits)
+
+
 def test_attention_that_drops_everything() -> None:
     model = classifier("bert", **dict.fromkeys(DROPOUT, 0.0) | {DROPOUT[1]: 1.0}).train()
     leave_out_the_rest(model)

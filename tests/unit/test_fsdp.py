@@ -5,10 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from accel_ft.errors import LaunchError
-from accel_ft.runtime.fsdp import configure, layer_classes
+from accel_ft.runtime.fsdp import configure, layer_classes, leave_embedding_sharded
 
 SMALL = {
     "vocab_size": 100,
@@ -74,3 +78,23 @@ def test_a_checkpoint_that_only_fsdp_could_open_is_refused() -> None:
     )
     with pytest.raises(LaunchError, match="FULL_STATE_DICT: only FSDP could open"):
         configure(accelerator, torch.nn.Linear(2, 2))
+
+
+def test_the_backward_pass_does_not_gather_the_word_embedding() -> None:
+    """It adds rows up, and does not read them."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    gathered = []
+    try:
+        for leaves in (lambda _: None, leave_embedding_sharded):
+            model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4))
+            for module in (*model, model):
+                fully_shard(module)
+            leaves(model)
+            loss = model(torch.arange(8)).sum()
+            with CommDebugMode() as counted:
+                loss.backward()
+            gathered.append(counted.comm_counts[torch.ops.c10d._allgather_base_])
+            assert model[0].weight.grad is not None
+    finally:
+        dist.destroy_process_group()
+    assert gathered == [2, 1]

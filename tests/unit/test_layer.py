@@ -1,12 +1,14 @@
 """A layer in one piece is the layer that transformers computes."""
 
 import copy
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModel
 
 from accel_ft.model import layer as module
@@ -135,6 +137,20 @@ def test_a_sample_without_a_token(dtype: torch.dtype) -> None:
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         blind = ours(tokens, torch.full((2, 1, 1, 7), LEAST))
     assert blind.isfinite().all()
+
+
+def test_gradient_checkpointing_keeps_no_more_than_it_would() -> None:
+    """transformers does it in the class's forward pass, which is this one's no more."""
+    kept = []
+    for layer in layers():
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept[-1].append(t) or t, lambda t: t
+        ):
+            kept.append([])
+            results(layer, *given(40))
+    assert len(kept[0]) == len(kept[1])
 
 
 def test_a_second_derivative_is_refused() -> None:
