@@ -1,4 +1,4 @@
-"""What only a GPU can show: one GPU is enough. Not run on one yet."""
+"""What only a GPU can show; one is enough, for a part two are needed. Not run on one yet."""
 
 import json
 import math
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import VISIBLE, job_words, launch, run
 
 pytestmark = [
@@ -81,6 +82,38 @@ def test_the_curve_of_the_cpu_and_a_resume(
     assert losses(again) == pytest.approx(found[5:], rel=near / 10)
     done = launch("cpu.yaml", "-m", "accel_ft.evaluate", "--checkpoint", whole / checkpoint)
     assert "accuracy" in done.stdout
+
+
+def test_outcomes_that_are_read_an_update_late(
+    tmp_path: Path, still_model: Path, rows_file: Path, odd_file: Path
+) -> None:
+    """Where nothing is due after an update; the model is the same."""
+    ends = []
+    for every in ("1", "5"):
+        run = tmp_path / every
+        words = job_words(still_model, rows_file, odd_file, run)
+        late = ["--logging_steps", every, "--save_steps", every, "--eval_steps", every]
+        on_gpu("gpu.yaml", "--mixed_precision", "no", "-m", "accel_ft.train", *words, *late)
+        ends.append(json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["eval_loss"])
+    assert ends[0] == pytest.approx(ends[1], rel=1e-3)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two GPUs")
+@pytest.mark.parametrize("config", ["ddp.yaml", "fsdp2.yaml", "fsdp2_offload.yaml", "fsdp1.yaml"])
+def test_the_curve_on_two_gpus(
+    config: str,
+    tmp_path: Path,
+    still_model: Path,
+    rows_file: Path,
+    odd_file: Path,
+    on_cpu: list[float],
+) -> None:
+    """On one, accelerate neither wraps in DDP nor shards."""
+    words = job_words(still_model, rows_file, odd_file, tmp_path / "run")
+    options = ["--mixed_precision", "no", "-m", "accel_ft.train"]
+    env = {"CUDA_VISIBLE_DEVICES": VISIBLE or "0,1"}
+    launch(config, "--num_processes", 2, *options, *words, seconds=400, env=env)
+    assert losses(tmp_path / "run") == pytest.approx(on_cpu, rel=1e-3)
 
 
 @pytest.mark.parametrize("config", ["gpu.yaml", "fsdp2.yaml"])
