@@ -92,6 +92,26 @@ def test_it_compiles_in_one_piece(kind: str, path: str) -> None:
     torch.testing.assert_close(compiled(**inputs(True)).logits, model(**inputs(True)).logits)
 
 
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_what_shares_lose_to_dropout_is_lost_to_the_bias_too(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same elements of each last dimension are dropped: of one row as of all."""
+
+    def drop(values: torch.Tensor, p: float, training: bool = True, *_: Any) -> torch.Tensor:
+        return values * (torch.arange(values.shape[-1]) % 3 > 0) / (1 - p)
+
+    layers = {"num_hidden_layers": 1} | ({"n_layers": 1} if kind == "distilbert" else {})
+    whole = classifier(kind, **dict.fromkeys(DROPOUT, 0.25), **layers).train()
+    for parameter in whole.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    first = copy.deepcopy(whole)
+    leave_out_the_rest(first)
+    monkeypatch.setattr(torch.nn.functional, "dropout", drop)
+    logits = [model.double()(**inputs(True)).logits for model in (first, whole)]
+    torch.testing.assert_close(*logits)
+
+
 def test_attention_that_drops_everything() -> None:
     model = classifier("bert", **dict.fromkeys(DROPOUT, 0.0) | {DROPOUT[1]: 1.0}).train()
     leave_out_the_rest(model)
