@@ -132,7 +132,7 @@ class Predictor:
         check_tokens(
             max(greatest_id, self.pad.token_id), self.classifier.model.config, "checkpoint"
         )
-        with torch.inference_mode(), self.accelerator.autocast():  # weights are cast once
+        with torch.inference_mode(), self.accelerator.autocast():  # casts weights once
             for batch in self.pad.eval_batches(lengths, self.config.per_device_eval_batch_size):
                 inputs = self.pad([rows[row] for row in batch])
                 moved = {key: value.to(device) for key, value in inputs.items()}

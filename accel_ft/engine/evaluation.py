@@ -59,7 +59,7 @@ def predict_split(
     precision = contextlib.nullcontext() if is_fsdp2 else accelerator.autocast()
     logits, places = [], []
     try:
-        with precision:  # around all of them: weights are cast once
+        with precision:  # around all of them: what autocast casts of the weights, it casts once
             for batch in loader:
                 before_batch()
                 logits.append(forward(model, batch).clone())  # CUDA graphs write over theirs

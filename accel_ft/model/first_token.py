@@ -102,18 +102,20 @@ def one_asks(
     query, key, value = projections(self)
     has_adapters = type(key) is not nn.Linear or type(value) is not nn.Linear
     by_head, of_head = (*all_tokens.shape[:2], -1, size), (-1, size, all_tokens.shape[2])
-    asked = query(all_tokens[:, :1]).view(len(token), -1, size).transpose(0, 1)  # [H, B, size]
+    asked = query(all_tokens[:, :1]).view(token.shape[0], -1, size).transpose(0, 1)  # [H, B, size]
     if has_adapters:
         scores = torch.einsum("hbd,bshd->bhs", asked, key(all_tokens).view(by_head))
     else:
         asks = (asked @ key.weight.view(of_head)).transpose(0, 1)  # [B, H, D]
-        # The same for all tokens, so softmax takes it away: its gradient is 0, and not missing.
-        same = (asked @ key.bias.view(-1, size, 1)).transpose(0, 1)  # [B, H, 1]
-        scores = asks @ all_tokens.mT + same
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * self.scaling
+        scores = asks @ all_tokens.mT  # [B, H, S]
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if not has_adapters:  # the same for all tokens: softmax takes it away, its gradient is 0
+        scores = scores + (asked @ key.bias.view(-1, size, 1)).transpose(0, 1)
+    scores = scores * self.scaling
     if attention_mask is not None:
         mask, least = attention_mask[:, :, 0], torch.finfo(scores.dtype).min
-        scores = scores.masked_fill(~mask, least) if mask.dtype == torch.bool else scores + mask
+        is_bool = mask.dtype == torch.bool  # an added one may have come to -inf in 16 bits
+        scores = scores.masked_fill(~mask, least) if is_bool else scores + mask.clamp(min=least)
     shares = F.dropout(scores.softmax(-1), self.dropout.p, self.training)  # [B, H, S]
     drawn = shares.to(all_tokens.dtype)
     if has_adapters:
@@ -121,5 +123,5 @@ def one_asks(
     else:
         got = (drawn @ all_tokens).transpose(0, 1) @ value.weight.view(of_head).mT
         got = got + shares.sum(-1).T[..., None] * value.bias.view(-1, 1, size)  # [H, B, size]
-    attended = got.transpose(0, 1).reshape(len(token), 1, -1).to(all_tokens.dtype)
+    attended = got.transpose(0, 1).reshape(token.shape[0], 1, -1).to(all_tokens.dtype)
     return (self.out_lin(attended) if hasattr(self, "out_lin") else attended), shares[:, :, None]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from accel_ft.model.dropout import LEVELS, draw_kept
 
@@ -99,6 +100,8 @@ def forward(
         or (checkpoints and layer.training)  # which is in the class's
         or kwargs.get("output_attentions")
         or attention.config.output_attentions
+        or attention.config._attn_implementation != "eager"  # asked for since
+        or any(isinstance(module.weight, DTensor) for module in modules)  # a part is FSDP2's unit
     ):
         return type(layer).forward(layer, tokens, attention_mask, *others, **kwargs)  # type: ignore[no-any-return]
     kind = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else tokens.dtype

@@ -63,7 +63,7 @@ def configure(accelerator: Accelerator, model: nn.Module) -> None:
 
 
 def leave_embedding_sharded(model: nn.Module) -> None:
-    """Have FSDP2 not gather the word embedding for the backward pass, which does not read it."""
+    """Have FSDP2 not gather embeddings for the backward pass, which does not read them."""
     for module in model.modules():
         if isinstance(module, FSDPModule) and isinstance(module, nn.Embedding):
             module.set_unshard_in_backward(False)

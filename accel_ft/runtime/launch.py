@@ -33,6 +33,7 @@ from accel_ft.runtime import fsdp
 from accel_ft.runtime.gloo import give_groups_one_worker
 from accel_ft.runtime.memory import keep_freed_memory
 
+YES = ("y", "yes", "t", "true", "on", "1")  # as accelerate reads it
 ENVIRONMENT = "the environment"  # where no `accelerate launch` is among the parents
 COMPILATIONS = 256  # of one function: 24 widths up to 4,096 tokens, trained and evaluated, under
 # FSDP2 for the last layer and the others, with micro-batches of two sizes
@@ -228,11 +229,14 @@ def refuse_cuda_graphs(device: torch.device) -> None:
     Raises:
         LaunchError: it is asked for.
     """
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
     mode = os.environ.get("ACCELERATE_DYNAMO_MODE", "default")
-    if is_compiled() and device.type == "cuda" and mode in ("reduce-overhead", "max-autotune"):
+    are_graphs = mode in ("reduce-overhead", "max-autotune") or backend.upper() == "CUDAGRAPHS"
+    if is_compiled() and device.type == "cuda" and are_graphs:
         raise LaunchError(
-            f"dynamo_mode: {mode}, whose CUDA graphs overwrite gradients that add up over several "
-            "micro-batches. Fix: dynamo_mode: default, or a per_device_train_batch_size that takes "
+            f"dynamo_backend: {backend}, dynamo_mode: {mode}, whose CUDA graphs overwrite gradients "
+            "that add up over several micro-batches. Fix: inductor in dynamo_mode default, or a "
+            "per_device_train_batch_size that takes "
             "the update at once"
         )
 
@@ -253,9 +257,9 @@ def _refuse_impossible(request: Request, on_cpu: bool) -> None:
     ranks, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
 
     def asks_fsdp(key: str, *values: str) -> bool:
-        return kind == "FSDP" and os.environ.get(f"FSDP_{key}", "").lower() in values
+        return kind == "FSDP" and os.environ.get(f"FSDP_{key}", "").lower() in (values or YES)
 
-    offloads = is_fsdp2 and asks_fsdp("OFFLOAD_PARAMS", "true", "1")
+    offloads = is_fsdp2 and asks_fsdp("OFFLOAD_PARAMS")
     for is_asked, words in (
         (kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP"),
          f"distributed_type: {kind}, which accel_ft does not train under. "
@@ -271,7 +275,7 @@ def _refuse_impossible(request: Request, on_cpu: bool) -> None:
         (request.use_cpu is False and on_cpu,
          "an accelerator (use_cpu: false), but torch finds none here. "
          "Fix: accelerate_configs/cpu.yaml or cpu_ddp.yaml, or a torch build for your device"),
-        (not on_cpu and ranks > devices,
+        (not on_cpu and ranks > devices,  # accelerate's barriers name a rank's device by its number
          f"{ranks} processes on this machine, of which this one sees {devices} devices. "
          "Fix: --num_processes, one a device; under srun let each see all (no --gpus-per-task)"),
         (precision == "fp16" and on_cpu,
@@ -280,23 +284,23 @@ def _refuse_impossible(request: Request, on_cpu: bool) -> None:
         (is_fsdp1 and on_cpu,
          "FSDP1 on the CPU, where saving its full state crashes the process. "
          "Fix: fsdp_version: 2 in fsdp_config, as in accelerate_configs/cpu_fsdp2.yaml"),
-        (asks_fsdp("CPU_RAM_EFFICIENT_LOADING", "true", "1"),
+        (asks_fsdp("CPU_RAM_EFFICIENT_LOADING"),
          "fsdp_cpu_ram_efficient_loading (accelerate's default), under which rank 0 alone has a "
          "new head. Fix: fsdp_cpu_ram_efficient_loading: false in fsdp_config, as in "
          "accelerate_configs/"),
-        (is_fsdp1 and not asks_fsdp("USE_ORIG_PARAMS", "true", "1"),
+        (is_fsdp1 and not asks_fsdp("USE_ORIG_PARAMS"),
          "FSDP1 without fsdp_use_orig_params, under which the optimizer would hold nothing of the "
          "model. Fix: fsdp_use_orig_params: true, as in accelerate_configs/fsdp1.yaml"),
-        (is_fsdp1 and reshards not in ("TRUE", "FULL_SHARD"),
-         f"fsdp_reshard_after_forward: {reshards}, which FSDP1 does not heed. "
-         f"Fix: fsdp_sharding_strategy: {reshards}"),
+        (is_fsdp1 and reshards not in ("TRUE", sharding),
+         f"fsdp_reshard_after_forward: {reshards}, which FSDP1 does not heed. Fix: leave it out; "
+         "fsdp_sharding_strategy says it (of false, SHARD_GRAD_OP)"),
         (is_fsdp2 and sharding not in ("FULL_SHARD", "1", "NONE"),
          f"fsdp_sharding_strategy: {sharding}, which FSDP2 does not heed. "
          "Fix: leave it out; fsdp_reshard_after_forward: false is its SHARD_GRAD_OP"),
         (is_fsdp2 and asks_fsdp("AUTO_WRAP_POLICY", "size_based_wrap"),
          "fsdp_auto_wrap_policy: SIZE_BASED_WRAP, which FSDP2 cannot do with lists of layers. "
          "Fix: TRANSFORMER_BASED_WRAP"),
-        (asks_fsdp("ACTIVATION_CHECKPOINTING", "true", "1"),
+        (asks_fsdp("ACTIVATION_CHECKPOINTING"),
          "fsdp_activation_checkpointing, which draws dropout anew on the way back (FSDP2) and "
          "renames parameters (FSDP1). Fix: leave it out; --gradient_checkpointing true in the job"),
         (offloads and on_cpu, "fsdp_offload_params on the CPU, where they are. Fix: false"),

@@ -204,7 +204,11 @@ def test_what_would_be_passed_over_is_refused(
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("FSDP_RESHARD_AFTER_FORWARD", "HYBRID_SHARD", "Fix: fsdp_sharding_strategy: HYBRID_SHARD"),
+        (
+            "FSDP_RESHARD_AFTER_FORWARD",
+            "HYBRID_SHARD",
+            "which FSDP1 does not heed. Fix: leave it out",
+        ),
         ("FSDP_CPU_RAM_EFFICIENT_LOADING", "true", "rank 0 alone has a new head"),
         ("FSDP_USE_ORIG_PARAMS", "false", "Fix: fsdp_use_orig_params: true"),
         ("FSDP_ACTIVATION_CHECKPOINTING", "true", "Fix: leave it out; --gradient_checkpointing"),
@@ -224,6 +228,16 @@ def test_what_fsdp1_would_pass_over_is_refused(
         launch._refuse_impossible(request, on_cpu=False)
 
 
+def test_fsdp1_asked_for_one_sharding_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By accelerate's questions, and by the key that it heeds."""
+    request = launch.Request("fsdp1.yaml", 2, False, "FSDP", "bf16")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setenv("FSDP_USE_ORIG_PARAMS", "yes")
+    for key in ("FSDP_RESHARD_AFTER_FORWARD", "FSDP_SHARDING_STRATEGY"):
+        monkeypatch.setenv(key, "SHARD_GRAD_OP")
+    launch._refuse_impossible(request, on_cpu=False)
+
+
 def test_cuda_graphs_are_refused_where_gradients_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which would lie in memory that the next micro-batch takes."""
     on_gpu = torch.device("cuda")
@@ -232,7 +246,7 @@ def test_cuda_graphs_are_refused_where_gradients_add_up(monkeypatch: pytest.Monk
     launch.refuse_cuda_graphs(on_gpu)
     monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "reduce-overhead")
     launch.refuse_cuda_graphs(torch.device("cpu"))
-    with pytest.raises(LaunchError, match="Fix: dynamo_mode: default"):
+    with pytest.raises(LaunchError, match="Fix: inductor in dynamo_mode default"):
         launch.refuse_cuda_graphs(on_gpu)
 
 

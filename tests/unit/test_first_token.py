@@ -92,6 +92,18 @@ def test_it_compiles_in_one_piece(kind: str, path: str) -> None:
     torch.testing.assert_close(compiled(**inputs(True)).logits, model(**inputs(True)).logits)
 
 
+@pytest.mark.parametrize("path", ["eager", "sdpa"])
+def test_it_is_traced_for_any_number_of_rows(path: str) -> None:
+    model = classifier("bert", path).eval()
+    leave_out_the_rest(model)
+    given = inputs(True)
+    rows = torch.export.Dim("rows", min=2, max=64)
+    shapes = {name: {0: rows} for name in given}
+    exported = torch.export.export(model, (), given, dynamic_shapes=shapes, strict=False).module()
+    few = {name: value[:3] for name, value in given.items()}
+    torch.testing.assert_close(exported(**few).logits, model(**few).logits)
+
+
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_what_shares_lose_to_dropout_is_lost_to_the_bias_too(
     kind: str, monkeypatch: pytest.MonkeyPatch
