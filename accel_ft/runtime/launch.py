@@ -234,10 +234,9 @@ def refuse_cuda_graphs(device: torch.device) -> None:
     are_graphs = mode in ("reduce-overhead", "max-autotune") or backend.upper() == "CUDAGRAPHS"
     if is_compiled() and device.type == "cuda" and are_graphs:
         raise LaunchError(
-            f"dynamo_backend: {backend}, dynamo_mode: {mode}, whose CUDA graphs overwrite gradients "
-            "that add up over several micro-batches. Fix: inductor in dynamo_mode default, or a "
-            "per_device_train_batch_size that takes "
-            "the update at once"
+            f"dynamo_backend: {backend}, dynamo_mode: {mode}, whose CUDA graphs overwrite "
+            "gradients that add up over several micro-batches. Fix: inductor in dynamo_mode "
+            "default, or a per_device_train_batch_size that takes the update at once"
         )
 
 
