@@ -114,8 +114,8 @@ def one_asks(
     scores = scores * self.scaling
     if attention_mask is not None:
         mask, least = attention_mask[:, :, 0], torch.finfo(scores.dtype).min
-        is_bool = mask.dtype == torch.bool  # an added one may have come to -inf in 16 bits
-        scores = scores.masked_fill(~mask, least) if is_bool else scores + mask.clamp(min=least)
+        scores = scores.masked_fill(~mask, least) if mask.dtype == torch.bool else scores + mask
+        scores = scores.clamp(min=least)  # a mask in 16 bits may have come to -inf
     shares = F.dropout(scores.softmax(-1), self.dropout.p, self.training)  # [B, H, S]
     drawn = shares.to(all_tokens.dtype)
     if has_adapters:

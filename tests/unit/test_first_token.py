@@ -124,6 +124,14 @@ def test_what_shares_lose_to_dropout_is_lost_to_the_bias_too(
     torch.testing.assert_close(*logits)
 
 
+def test_a_row_without_a_token_in_16_bits() -> None:
+    """FSDP2 casts the mask, whose least float32 comes to minus infinity, with all that a layer gets."""
+    model = classifier("bert", num_hidden_layers=1).eval()
+    leave_out_the_rest(model)
+    mask = torch.full((5, 1, 1, 11), float("-inf"), dtype=torch.bfloat16)
+    assert model(**inputs(False) | {"attention_mask": mask}).logits.isfinite().all()
+
+
 def test_attention_that_drops_everything() -> None:
     model = classifier("bert", **dict.fromkeys(DROPOUT, 0.0) | {DROPOUT[1]: 1.0}).train()
     leave_out_the_rest(model)
