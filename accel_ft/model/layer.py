@@ -76,8 +76,7 @@ def forward(
     **kwargs: Any,
 ) -> torch.Tensor:
     """The forward pass of a layer, in one piece where it can be; else as its class has it: on a
-    GPU, compiled, with adapters, another activation than GELU, gradient checkpointing, or if its
-    weights are asked for.
+    GPU, compiled, with adapters, another activation than GELU, or if its weights are asked for.
 
     Args:
         layer: of BERT's or DistilBERT's shape.
@@ -97,7 +96,6 @@ def forward(
         or set(map(type, modules)) != {nn.Linear, nn.LayerNorm}
         or getattr(activation, "act", None) is not F.gelu
         or max(dropped) >= LEVELS
-        or (checkpoints and layer.training)  # which is in the class's
         or kwargs.get("output_attentions")
         or attention.config.output_attentions
         or attention.config._attn_implementation != "eager"  # asked for since
@@ -111,9 +109,11 @@ def forward(
     eps = (modules[4].eps, modules[7].eps)
     settings = Settings(kind, attention.attention_head_size, attention.scaling, eps, dropped)
     tensors = [tensor for module in modules for tensor in (module.weight, module.bias)]
-    result: torch.Tensor = _Layer.apply(  # type: ignore[no-untyped-call]
-        tokens, attention_mask, settings, *tensors
-    )
+    given = (tokens, attention_mask, settings, *tensors)
+    if checkpoints and layer.training and torch.is_grad_enabled():
+        again: torch.Tensor = layer._gradient_checkpointing_func(_Layer.apply, *given)
+        return again
+    result: torch.Tensor = _Layer.apply(*given)  # type: ignore[no-untyped-call]
     return result
 
 
