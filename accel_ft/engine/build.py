@@ -18,6 +18,7 @@ from accel_ft.data.plan import Plan
 from accel_ft.data.splits import Split, Splits, class_weights, load_splits
 from accel_ft.engine.evaluation import make_eval_loader
 from accel_ft.engine.fitting import DEFAULT_GLOBAL_BATCH_SIZE, fit_micro_batch
+from accel_ft.engine.graphs import Graphs, can_record
 from accel_ft.engine.run import Run
 from accel_ft.engine.step import forward, unreached
 from accel_ft.errors import ConfigError, DataError, LaunchError, nearest
@@ -31,7 +32,12 @@ from accel_ft.model.optim import (
 )
 from accel_ft.model.plain import plain_model
 from accel_ft.runtime import fsdp
-from accel_ft.runtime.launch import check_granted, is_compiled, refuse_cuda_graphs
+from accel_ft.runtime.launch import (
+    check_granted,
+    compiles_to_graphs,
+    is_compiled,
+    refuse_graphs_of_compile,
+)
 from accel_ft.runtime.logging import EventLog
 from accel_ft.runtime.trackers import Trackers
 from accel_ft.runtime.watch import Watch
@@ -84,7 +90,7 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     assert config.global_batch_size is not None
     accelerator.gradient_accumulation_steps = accumulation_steps
     if accumulation_steps > 1:
-        refuse_cuda_graphs(accelerator.device)
+        refuse_graphs_of_compile(accelerator.device)
     num_micro_batches = accumulation_steps * num_ranks
     plan = Plan(len(splits.train), config.global_batch_size, config.seed, splits.train.lengths)
     places = partial(train_places, plan, num_micro_batches)
@@ -130,7 +136,17 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
             config.output_dir / "metrics.jsonl", accelerator.is_main_process, trackers.log
         ),
         trackers=trackers,
+        graphs=_graphs(config, accelerator, model),
     )
+
+
+def _graphs(config: TrainConfig, accelerator: Accelerator, model: Any) -> Graphs:
+    """Return what runs the micro-batches: as CUDA graphs where one GPU trains a known model."""
+    alone = accelerator.device.type == "cuda" and fsdp.strategy_of(model) == "one process"
+    plain = accelerator.unwrap_model(model, keep_torch_compile=False)
+    plain = getattr(plain, "get_base_model", lambda: plain)()
+    is_used = config.cuda_graphs and alone and not compiles_to_graphs() and can_record(plain)
+    return Graphs(model.parameters() if is_used else ())
 
 
 def _warn_of_other_labels(config: TrainConfig, names: list[str], known: list[str]) -> None:

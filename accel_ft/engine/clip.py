@@ -23,13 +23,16 @@ def clip(accelerator: Accelerator, model: nn.Module, optimizer: Any, max_norm: f
     if accelerator.scaler is not None or hasattr(model, "clip_grad_norm_"):
         norm: Any = accelerator.clip_grad_norm_(model.parameters(), max_norm)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    trained = (p for group in optimizer.optimizer.param_groups for p in group["params"])
+    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
     kinds = {(type(g), g.device.type, g.dtype) for g in gradients}
     if kinds == {(torch.Tensor, "cpu", torch.float32)}:
         flat = [gradient.flatten() for gradient in gradients]
         norm = torch.stack([gradient.dot(gradient) for gradient in flat]).sum().sqrt()
-    else:
-        norm = get_total_norm(gradients)  # on a CPU it takes three times as long
+    elif kinds == {(torch.Tensor, "cuda", torch.float32)}:
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    else:  # the same: in three times as long on a CPU, and in a millisecond more of a GPU's host
+        norm = get_total_norm(gradients)
     if hasattr(norm, "full_tensor"):
         norm = norm.full_tensor()
     optimizer.optimizer.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)

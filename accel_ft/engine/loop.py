@@ -1,7 +1,12 @@
 """The loop: `train` is the run, `update` one update of the weights."""
 
+from functools import partial
 from itertools import islice
+from typing import Any
 
+import torch
+
+from accel_ft.data.loader import Batch
 from accel_ft.engine.clip import clip
 from accel_ft.engine.end import finish
 from accel_ft.engine.nonfinite import all_finite, may_skip, passes_over
@@ -31,20 +36,25 @@ def update(run: Run) -> None:
     losses = []
     for batch in islice(run.batches, run.accumulation_steps):
         with accelerator.accumulate(model):
-            logits = forward(model, batch)
-            loss = weighted_loss(
-                logits, batch["labels"], batch["weights"], run.config.label_smoothing_factor
-            )
-            accelerator.backward(loss * scale)
-        fill_gradient(model)
-        losses.append(loss.detach())
+            losses.append(run.graphs(partial(passes, run), batch, scale))
+        if accelerator.device.type == "cpu":
+            fill_gradient(model)
         run.padded_tokens += batch["input_ids"].numel()
     grad_norm = clip(accelerator, model, optimizer, run.config.max_grad_norm or float("inf"))
     healthy = all_finite(run, losses, grad_norm)  # on every rank, before the weights move
     if healthy:
         optimizer.step()
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=not run.graphs.are_used)
     if healthy or may_skip(run):
         run.after_update()
     else:
         run.start()
+
+
+def passes(run: Run, batch: Batch, scale: Any) -> torch.Tensor:
+    """Add the gradients of a micro-batch's loss times `scale`; return the loss, detached."""
+    logits = forward(run.model, batch)
+    smoothing = run.config.label_smoothing_factor
+    loss = weighted_loss(logits, batch["labels"], batch["weights"], smoothing)
+    run.accelerator.backward(loss * scale)
+    return loss.detach()

@@ -23,6 +23,7 @@ from accel_ft.data.loader import Batches, make_loader
 from accel_ft.data.plan import Plan
 from accel_ft.data.splits import Split, Splits
 from accel_ft.engine.evaluation import evaluate
+from accel_ft.engine.graphs import Graphs
 from accel_ft.errors import CheckpointError, Preempted
 from accel_ft.model import adapters
 from accel_ft.runtime.logging import EventLog, progress_bar
@@ -60,6 +61,7 @@ class Run:
     step: int = 0
     """Updates made."""
     trackers: Trackers
+    graphs: Graphs = field(default_factory=Graphs)
     best: dict[str, Any] | None = None
     """Step, metric and value of the best evaluation."""
     num_worse: int = 0

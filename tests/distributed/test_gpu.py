@@ -98,6 +98,20 @@ def test_outcomes_that_are_read_an_update_late(
     assert ends[0] == pytest.approx(ends[1], rel=1e-3)
 
 
+def test_cuda_graphs_change_no_number(
+    tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path
+) -> None:
+    """Dropout draws the same numbers, for micro-batches of several shapes, two an update."""
+    found = {}
+    for used in ("true", "false"):
+        words = job_words(tiny_model, rows_file, odd_file, tmp_path / used)
+        words += ["--num_train_epochs", "6", "--cuda_graphs", used]
+        done = on_gpu("gpu.yaml", "--mixed_precision", "no", "-m", "accel_ft.train", *words)
+        assert ("as CUDA graphs" in done.stdout + done.stderr) == (used == "true")
+        found[used] = losses(tmp_path / used)
+    assert found["true"] == pytest.approx(found["false"], rel=1e-5)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two GPUs")
 @pytest.mark.parametrize("config", ["ddp.yaml", "fsdp2.yaml", "fsdp2_offload.yaml", "fsdp1.yaml"])
 def test_the_curve_on_two_gpus(

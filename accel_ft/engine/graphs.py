@@ -1,0 +1,117 @@
+"""A micro-batch's passes on a GPU as CUDA graphs, one for each shape of batch.
+
+The kernels of a small model take less time than the host needs to launch them one by one, several
+hundred, each with some Python before it. A graph is launched as one. It does what was recorded: the
+same kernels in the same order, so the losses, the gradients and dropout's draws of before.
+
+A shape is recorded when it comes for the second time: its first passes have loaded its kernels.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_ft.data.loader import Batch
+
+logger = logging.getLogger(__name__)
+
+Passes = Callable[[Batch, Any], torch.Tensor]
+
+# Whose passes ask the host for nothing, and leave nothing to the host's dice.
+KINDS = {
+    "albert", "bert", "camembert", "distilbert", "electra", "modernbert", "roberta", "xlm-roberta",
+}  # fmt: skip
+MOST = 64  # graphs: all widths up to 512 tokens
+SHARE = 1 / 4  # of the device's memory: where more is in use, the graphs' own might not fit
+
+
+class Graphs:
+    """Passes over micro-batches, recorded where there is anything to record for.
+
+    Args:
+        parameters: of the model, which stay where they are in memory, as do their gradients: those
+            are to be zeroed in place. None to record nothing.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
+        self.parameters = list(parameters)
+        self.gradients: list[Any] = []
+        self.met: set[torch.Size] = set()
+        self.recorded: dict[torch.Size, tuple[Batch, Callable[[], Any], torch.Tensor]] = {}
+        self.pool: Any = None  # of memory, which they share, as they run one after the other
+
+    @property
+    def are_used(self) -> bool:
+        """Whether passes are recorded."""
+        return bool(self.parameters)
+
+    def __call__(self, passes: Passes, batch: Batch, scale: float) -> torch.Tensor:
+        """Return the loss that `passes` gives for a micro-batch, with its gradients added.
+
+        Args:
+            passes: forward and backward, of a batch and the factor of its loss, a number or a
+                scalar on the device. It returns the loss, detached.
+            batch: on the device.
+            scale: the factor.
+        """
+        shape = batch["input_ids"].shape
+        if not self.are_used:
+            return passes(batch, scale)
+        gradients = [parameter.grad for parameter in self.parameters]
+        if any(now is not then for now, then in zip(gradients, self.gradients, strict=False)):
+            self.recorded.clear()  # which add to others
+        if shape not in self.recorded:
+            there = any(gradient is not None for gradient in gradients)
+            if shape not in self.met or not there or self._is_full():
+                self.met.add(shape)
+                return passes(batch, scale)
+            if not self.recorded:
+                logger.info("micro-batches run as CUDA graphs, one for each shape")
+            self.gradients = gradients
+            inputs = {name: tensor.clone() for name, tensor in batch.items()}
+            inputs["scale"] = inputs["weights"].new_empty(())
+            work = partial(self._add_at_once, passes, inputs)
+            self.recorded[shape] = (inputs, *self._record(work))
+        inputs, replay, loss = self.recorded[shape]
+        for name, tensor in inputs.items():
+            tensor.fill_(scale) if name == "scale" else tensor.copy_(batch[name])
+        replay()
+        return loss.clone()  # the next replay writes over it
+
+    def _record(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], torch.Tensor]:
+        """Record what `work` does on the device; return what does it then, and its result."""
+        graph = torch.cuda.CUDAGraph()
+        # Of this thread alone: the loader's pins memory meanwhile.
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            result = work()
+        self.pool = graph.pool()
+        return graph.replay, result
+
+    def _add_at_once(self, passes: Passes, inputs: Batch) -> torch.Tensor:
+        """Do the passes, and add all gradients in a few kernels; autograd takes one for each."""
+        held: list[Any] = [(p, p.grad) for p in self.parameters if p.grad is not None]
+        for parameter, _ in held:
+            parameter.grad = None
+        loss = passes(inputs, inputs["scale"])
+        torch._foreach_add_([gradient for _, gradient in held], [p.grad for p, _ in held])
+        for parameter, gradient in held:
+            parameter.grad = gradient
+        return loss
+
+    def _is_full(self) -> bool:
+        _, total = torch.cuda.mem_get_info()
+        return len(self.recorded) >= MOST or torch.cuda.memory_reserved() > SHARE * total
+
+
+def can_record(model: Any) -> bool:
+    """Return whether a plain model's passes can be recorded."""
+    config = model.config
+    checkpoints = any(
+        getattr(module, "gradient_checkpointing", False) for module in model.modules()
+    )
+    is_known = config.model_type in KINDS and type(model).__module__.startswith("transformers.")
+    return is_known and not checkpoints and not getattr(config, "is_decoder", False)

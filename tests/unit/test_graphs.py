@@ -1,0 +1,138 @@
+"""Passes recorded and done again: here a record is a function that does them, as a CUDA graph would."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import job_words
+from torch import nn
+
+from accel_ft.engine.graphs import MOST, Graphs, can_record
+from accel_ft.model import load
+from accel_ft.train import main
+
+Made = list[tuple[int, ...]]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Made:
+    """Let what is recorded do its work when it is played; return how often each one was."""
+    counts: Made = []
+
+    def record(self: Graphs, work: Callable[[], torch.Tensor]) -> tuple[Any, torch.Tensor]:
+        result, number = torch.zeros((), dtype=torch.float64), len(counts)
+        counts.append(0)
+
+        def replay() -> None:
+            counts[number] += 1
+            result.copy_(work())
+
+        return replay, result
+
+    monkeypatch.setattr(Graphs, "_record", record)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 10)
+    return counts
+
+
+def batch_of(rows: int, tokens: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(9, (rows, tokens))
+    return {"input_ids": ids, "weights": torch.rand(rows)}
+
+
+def passes_of(model: nn.Module) -> Callable[[Any, Any], torch.Tensor]:
+    def passes(batch: Any, scale: Any) -> torch.Tensor:
+        values = model(batch["input_ids"].double().mean(1, keepdim=True))
+        loss = (values.squeeze(1) * batch["weights"]).sum()
+        (loss * scale).backward()
+        return loss.detach()
+
+    return passes
+
+
+def test_losses_and_gradients_of_each_shape_are_those_of_the_passes(made: Made) -> None:
+    """A parameter that no pass reaches gets no gradient; a loss is not written over by the next."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    model.idle = nn.Parameter(torch.ones(2))
+    passes, graphs, plain = passes_of(model), Graphs(model.parameters()), Graphs()
+    shapes = [(4, 8), (4, 16), (4, 8), (4, 16), (3, 8), (4, 8), (4, 8)]
+    batches = [batch_of(*shape) for shape in shapes]
+    found = []
+    for used in (plain, graphs):
+        model.zero_grad()
+        losses = []
+        for update in range(2):
+            losses += [used(passes, batch, 0.5 + update) for batch in batches]
+            gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+        found.append((torch.stack(losses), *gradients))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=0)
+    assert model.idle.grad is None
+    assert made == [3 + 4, 1 + 2, 1]  # from the second time on
+
+
+def test_gradients_that_lie_elsewhere_are_recorded_anew(made: Made) -> None:
+    model = nn.Linear(1, 1).double()
+    graphs, batch = Graphs(model.parameters()), batch_of(4, 8)
+    for _ in range(3):
+        graphs(passes_of(model), batch, 1.0)
+    model.zero_grad()
+    graphs(passes_of(model), batch, 1.0)  # by itself: there is nothing to add to
+    once = model.weight.grad.clone()
+    graphs(passes_of(model), batch, 1.0)
+    assert torch.equal(model.weight.grad, 2 * once)
+    assert made == [2, 1]
+
+
+def test_a_full_device_records_nothing(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(1, 1).double()
+    graphs = Graphs(model.parameters())
+    for tokens in range(MOST + 3):
+        for _ in range(2):
+            graphs(passes_of(model), batch_of(1, tokens + 1), 1.0)
+    assert len(made) == MOST
+    made.clear()
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 30)
+    graphs = Graphs(model.parameters())
+    for _ in range(3):
+        graphs(passes_of(model), batch_of(1, 1), 1.0)
+    assert not made
+
+
+def test_a_run_of_them_is_the_run_without(
+    made: Made,
+    tmp_path: Path,
+    tiny_model: Path,
+    rows_file: Path,
+    odd_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Several micro-batches an update, dropout, clipping; bit for bit."""
+    from accel_ft.engine import build
+
+    monkeypatch.setattr(build, "make_sparse", lambda model: None)
+    weights = []
+    for name in ("plain", "graphs"):
+        if name == "graphs":
+            monkeypatch.setattr(build, "_graphs", lambda _, __, model: Graphs(model.parameters()))
+        main(job_words(tiny_model, rows_file, odd_file, tmp_path / name))
+        weights.append((tmp_path / name / "model" / "model.safetensors").read_bytes())
+    assert sum(made) > 6
+    assert weights[0] == weights[1]
+
+
+def test_which_models_can_be_recorded(tiny_model: Path) -> None:
+    config = load.load_model_config(str(tiny_model), num_labels=2)
+    model, _ = load.load_for_training(str(tiny_model), config, torch.device("cpu"))
+    assert can_record(model)
+    layer = model.bert.encoder.layer[0]
+    layer.gradient_checkpointing = True  # dropout's state is kept on the host
+    assert not can_record(model)
+    layer.gradient_checkpointing = False
+    model.config.model_type = "deberta-v2"  # a constant of each pass comes from the host
+    assert not can_record(model)
