@@ -44,6 +44,7 @@ from accel_ft.diagnosis.finding import Finding, Verdict, agreed, gather
 from accel_ft.diagnosis.sample import write_sample
 from accel_ft.engine.build import build
 from accel_ft.engine.fitting import measured_need, strategy_name
+from accel_ft.engine.graphs import Graphs
 from accel_ft.engine.loop import train, update
 from accel_ft.engine.run import Run
 from accel_ft.engine.start import checkpoint_bytes, start_or_resume
@@ -409,6 +410,7 @@ def _on_the_loop(run: Run) -> Iterator[Finding]:
     """Some updates of the real loop, against the same on this process alone."""
     _without_dropout(run.model)
     start_or_resume(run)
+    run.graphs = Graphs()  # in which nothing is called that could be written down
     with accumulation.recording(run.model) as events:
         train(run)
     yield accumulation.accumulation_calls(events, run.accumulation_steps)

@@ -32,12 +32,7 @@ from accel_ft.model.optim import (
 )
 from accel_ft.model.plain import plain_model
 from accel_ft.runtime import fsdp
-from accel_ft.runtime.launch import (
-    check_granted,
-    compiles_to_graphs,
-    is_compiled,
-    refuse_graphs_of_compile,
-)
+from accel_ft.runtime.launch import check_granted, is_compiled, refuse_cuda_graphs
 from accel_ft.runtime.logging import EventLog
 from accel_ft.runtime.trackers import Trackers
 from accel_ft.runtime.watch import Watch
@@ -90,7 +85,7 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     assert config.global_batch_size is not None
     accelerator.gradient_accumulation_steps = accumulation_steps
     if accumulation_steps > 1:
-        refuse_graphs_of_compile(accelerator.device)
+        refuse_cuda_graphs(accelerator.device)
     num_micro_batches = accumulation_steps * num_ranks
     plan = Plan(len(splits.train), config.global_batch_size, config.seed, splits.train.lengths)
     places = partial(train_places, plan, num_micro_batches)
@@ -145,7 +140,7 @@ def _graphs(config: TrainConfig, accelerator: Accelerator, model: Any) -> Graphs
     alone = accelerator.device.type == "cuda" and fsdp.strategy_of(model) == "one process"
     plain = accelerator.unwrap_model(model, keep_torch_compile=False)
     plain = getattr(plain, "get_base_model", lambda: plain)()
-    is_used = config.cuda_graphs and alone and not compiles_to_graphs() and can_record(plain)
+    is_used = config.cuda_graphs and alone and not is_compiled() and can_record(plain)
     return Graphs(model.parameters() if is_used else ())
 
 

@@ -222,26 +222,21 @@ def is_compiled() -> bool:
     return os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
 
 
-def compiles_to_graphs() -> bool:
-    """Return whether the compile mode that is asked for makes CUDA graphs itself."""
-    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
-    mode = os.environ.get("ACCELERATE_DYNAMO_MODE", "default")
-    are_graphs = mode in ("reduce-overhead", "max-autotune") or backend.upper() == "CUDAGRAPHS"
-    return is_compiled() and are_graphs
-
-
-def refuse_graphs_of_compile(device: torch.device) -> None:
+def refuse_cuda_graphs(device: torch.device) -> None:
     """Refuse a compile mode with CUDA graphs where gradients add up over micro-batches: they lie in
     the graphs' memory, which the next micro-batch's forward pass takes back.
 
     Raises:
         LaunchError: it is asked for.
     """
-    if compiles_to_graphs() and device.type == "cuda":
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    mode = os.environ.get("ACCELERATE_DYNAMO_MODE", "default")
+    are_graphs = mode in ("reduce-overhead", "max-autotune") or backend.upper() == "CUDAGRAPHS"
+    if is_compiled() and device.type == "cuda" and are_graphs:
         raise LaunchError(
-            "a dynamo_backend or dynamo_mode with CUDA graphs, which overwrite gradients that add "
-            "up over several micro-batches. Fix: inductor in dynamo_mode default, to which graphs "
-            "come that do not, or a per_device_train_batch_size that takes the update at once"
+            f"dynamo_backend: {backend}, dynamo_mode: {mode}, whose CUDA graphs overwrite "
+            "gradients that add up over several micro-batches. Fix: inductor in dynamo_mode "
+            "default, or a per_device_train_batch_size that takes the update at once"
         )
 
 

@@ -89,11 +89,11 @@ def prepare(options: argparse.Namespace, folder: Path) -> Path:
 
 def random_bert_base(tokenizer: str, folder: Path) -> Path:
     """Write a BERT of the base size with random weights."""
-    from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+    from transformers import AutoTokenizer, BertConfig, BertModel
 
     words = AutoTokenizer.from_pretrained(tokenizer)
     words.save_pretrained(folder)
-    BertForSequenceClassification(BertConfig(vocab_size=len(words))).save_pretrained(folder)
+    BertModel(BertConfig(vocab_size=len(words))).save_pretrained(folder)
     return folder
 
 
@@ -105,7 +105,7 @@ def compete(name: str, job_file: Path, seed: int, warm: bool) -> dict[str, Any]:
     if name == "ours":
         return train_ours(about, seed, warm)
     if warm:
-        return run_other(name, about, seed, time.time())
+        return run_other(name, about, seed, time.time()) | {"first_step": None}
     command = [sys.executable, __file__, "--contestant", name, str(job_file), str(seed)]
     command.append(str(time.time()))
     variables = os.environ | (better_malloc() if name in ("memory", "bare") else {})
@@ -125,7 +125,11 @@ def train_ours(about: dict[str, Any], seed: int, warm: bool) -> dict[str, Any]:
         job = about["job"]
         keys = {**job, "seed": seed, "output_dir": run}
         words = [w for k, v in keys.items() if v is not None for w in (f"--{k}", str(v))]
-        first_step = fit_here(words, about) if warm else launch(words, about, run)
+        first_step = None  # of a start that is none
+        if warm:
+            fit_here(words, about["precision"])
+        else:
+            first_step = launch(words, about, run)
         events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         receipt = json.loads((run / "receipt.json").read_text())
     seconds = padded = done = 0.0
@@ -147,13 +151,12 @@ def train_ours(about: dict[str, Any], seed: int, warm: bool) -> dict[str, Any]:
     }
 
 
-def fit_here(words: list[str], about: dict[str, Any]) -> float:
-    """Train in this process; the first step is not timed."""
+def fit_here(words: list[str], precision: str) -> None:
+    """Train in this process."""
     from accel_ft.train import main as train
 
-    os.environ["ACCELERATE_MIXED_PRECISION"] = about["precision"]
+    os.environ["ACCELERATE_MIXED_PRECISION"] = precision
     train(words)
-    return float("nan")
 
 
 def launch(words: list[str], about: dict[str, Any], run: Path) -> float:
@@ -395,6 +398,7 @@ def summarise(about: dict[str, Any], results: dict[str, list[dict[str, Any]]], r
     table = {}
     for name, turns in results.items():
         seconds = [turn["seconds"] for turn in turns]
+        first = [turn["first_step"] for turn in turns]
         ratios = [
             other["seconds"] / mine["seconds"]
             for other, mine in zip(turns, results.get("ours", turns), strict=True)
@@ -407,7 +411,7 @@ def summarise(about: dict[str, Any], results: dict[str, list[dict[str, Any]]], r
             "padding": 1 - about["num_tokens"] / turns[0]["padded_tokens"],
             "of_peak": about["flops"] / median / rate,
             "peak_memory": max(turn["peak_memory"] for turn in turns),
-            "first_step": statistics.median(turn["first_step"] for turn in turns),
+            "first_step": statistics.median(first) if all(first) else None,
             "accuracy": statistics.mean(turn["accuracy"] for turn in turns),
             "ratio": statistics.median(ratios),
             "ratios": sorted(ratios),
@@ -424,11 +428,12 @@ def show(table: Any) -> str:
     ]
     for name, row in table.items():
         spread = f"{row['ratios'][0]:.2f}-{row['ratios'][-1]:.2f}"
+        first_step = "" if row["first_step"] is None else f"{row['first_step']:.1f} s"
         lines.append(
             f"| {name} | {row['samples_per_second']:.1f} | {row['tokens_per_second']:,.0f} | "
             f"{row['padding']:.0%} | {row['of_peak']:.0%} | "
             f"{row['peak_memory'] / 2**20:,.0f} MiB | "
-            f"{row['first_step']:.1f} s | {row['accuracy']:.4f} | "
+            f"{first_step} | {row['accuracy']:.4f} | "
             f"{row['ratio']:.2f} ({spread}) |"
         )
     return "\n".join(lines)

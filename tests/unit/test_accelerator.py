@@ -243,11 +243,11 @@ def test_cuda_graphs_are_refused_where_gradients_add_up(monkeypatch: pytest.Monk
     on_gpu = torch.device("cuda")
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")
-    launch.refuse_graphs_of_compile(on_gpu)
+    launch.refuse_cuda_graphs(on_gpu)
     monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "reduce-overhead")
-    launch.refuse_graphs_of_compile(torch.device("cpu"))
+    launch.refuse_cuda_graphs(torch.device("cpu"))
     with pytest.raises(LaunchError, match="Fix: inductor in dynamo_mode default"):
-        launch.refuse_graphs_of_compile(on_gpu)
+        launch.refuse_cuda_graphs(on_gpu)
 
 
 def test_float32_is_float32_in_convolutions_too() -> None:
