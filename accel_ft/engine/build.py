@@ -17,7 +17,7 @@ from accel_ft.data.loader import Batches, Padding, collate, train_places
 from accel_ft.data.plan import Plan
 from accel_ft.data.splits import Split, Splits, class_weights, load_splits
 from accel_ft.engine.evaluation import make_eval_loader
-from accel_ft.engine.fitting import DEFAULT_GLOBAL_BATCH_SIZE, fit_micro_batch
+from accel_ft.engine.fitting import DEFAULT_GLOBAL_BATCH_SIZE, fit_micro_batch, longest
 from accel_ft.engine.graphs import Graphs, can_record
 from accel_ft.engine.run import Run
 from accel_ft.engine.step import forward, unreached
@@ -131,17 +131,22 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
             config.output_dir / "metrics.jsonl", accelerator.is_main_process, trackers.log
         ),
         trackers=trackers,
-        graphs=_graphs(config, accelerator, model),
+        graphs=_graphs(config, accelerator, model, pad, splits.train),
     )
 
 
-def _graphs(config: TrainConfig, accelerator: Accelerator, model: Any) -> Graphs:
+def _graphs(
+    config: TrainConfig, accelerator: Accelerator, model: Any, pad: Padding, split: Split
+) -> Graphs:
     """Return what runs the micro-batches: as CUDA graphs where one GPU trains a known model."""
     alone = accelerator.device.type == "cuda" and fsdp.strategy_of(model) == "one process"
     plain = accelerator.unwrap_model(model, keep_torch_compile=False)
     plain = getattr(plain, "get_base_model", lambda: plain)()
-    is_used = config.cuda_graphs and alone and not is_compiled() and can_record(plain)
-    return Graphs(model.parameters() if is_used else ())
+    if not (config.cuda_graphs and alone and not is_compiled() and can_record(plain)):
+        return Graphs()
+    at_once = config.per_device_train_batch_size
+    assert at_once != "auto"
+    return Graphs(model.parameters(), at_once * int(pad.widths(longest(split)[None])[0]))
 
 
 def _warn_of_other_labels(config: TrainConfig, names: list[str], known: list[str]) -> None:

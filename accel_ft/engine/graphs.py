@@ -1,7 +1,7 @@
 """A micro-batch's passes on a GPU as CUDA graphs, one for each shape of batch.
 
-The kernels of a small model take less time than the host needs to launch them one by one, several
-hundred, each with some Python before it. A graph is launched as one. It does what was recorded: the
+The kernels of a small model take less time than the host needs to launch them one by one, each with
+some Python before it. A graph is launched as one. It does what was recorded: the
 same kernels in the same order, so the losses, the gradients and dropout's draws of before.
 
 A shape is recorded when it comes for the second time: its first passes have loaded its kernels.
@@ -26,7 +26,7 @@ KINDS = {
     "albert", "bert", "camembert", "distilbert", "electra", "modernbert", "roberta", "xlm-roberta",
 }  # fmt: skip
 MOST = 64  # graphs: all widths up to 512 tokens
-SHARE = 1 / 4  # of the device's memory: where more is in use, the graphs' own might not fit
+SHARE = 1 / 3  # of the memory there is: where the run may need more, the graphs' own might not fit
 
 
 class Graphs:
@@ -35,10 +35,12 @@ class Graphs:
     Args:
         parameters: of the model, which stay where they are in memory, as do their gradients: those
             are to be zeroed in place. None to record nothing.
+        most_tokens: of a micro-batch, padding included.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter] = (), most_tokens: int = 0) -> None:
         self.parameters = list(parameters)
+        self.most_tokens = most_tokens
         self.gradients: list[Any] = []
         self.met: set[torch.Size] = set()
         self.recorded: dict[torch.Size, tuple[Batch, Callable[[], Any], torch.Tensor]] = {}
@@ -103,8 +105,11 @@ class Graphs:
         return loss
 
     def _is_full(self) -> bool:
-        _, total = torch.cuda.mem_get_info()
-        return len(self.recorded) >= MOST or torch.cuda.memory_reserved() > SHARE * total
+        """Return whether the longest micro-batch, which may yet come, leaves no room for more."""
+        free, _ = torch.cuda.mem_get_info()
+        held = torch.cuda.memory_reserved()
+        wanted = held * self.most_tokens / max(shape.numel() for shape in self.met)
+        return len(self.recorded) >= MOST or wanted > SHARE * (free + held)
 
 
 def can_record(model: Any) -> bool:

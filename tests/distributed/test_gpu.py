@@ -1,4 +1,6 @@
-"""What only a GPU can show; one is enough, for a part two are needed. Not run on one yet."""
+"""What only a GPU can show; one is enough, for a part two are needed. Of one, `compiled` and the
+doctor under gpu.yaml have not been seen to pass yet; what needs two has not been run.
+"""
 
 import json
 import math

@@ -46,7 +46,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
         return replay, result
 
     monkeypatch.setattr(Graphs, "_record", record)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100, 100))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (90, 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 10)
     return counts
 
@@ -103,19 +103,22 @@ def test_gradients_that_lie_elsewhere_are_recorded_anew(made: Made) -> None:
     assert made == [2, 1]
 
 
-def test_a_full_device_records_nothing(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_are_not_too_many(made: Made) -> None:
     model = nn.Linear(1, 1).double()
     graphs = Graphs(model.parameters())
     for tokens in range(MOST + 3):
         for _ in range(2):
             graphs(passes_of(model), batch_of(1, tokens + 1), 1.0)
     assert len(made) == MOST
-    made.clear()
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 30)
-    graphs = Graphs(model.parameters())
-    for _ in range(3):
-        graphs(passes_of(model), batch_of(1, 1), 1.0)
-    assert not made
+
+
+def test_room_is_left_for_the_longest_micro_batch(made: Made) -> None:
+    """10 of 100 are held after one of 8 tokens; 32 tokens would hold 40, more than a third."""
+    model = nn.Linear(1, 1).double()
+    graphs = Graphs(model.parameters(), most_tokens=32)
+    for tokens, num_made in ((8, 0), (8, 0), (16, 0), (16, 1), (8, 2)):
+        graphs(passes_of(model), batch_of(1, tokens), 1.0)
+        assert len(made) == num_made
 
 
 def test_a_run_of_them_is_the_run_without(
@@ -133,7 +136,9 @@ def test_a_run_of_them_is_the_run_without(
     weights = []
     for name in ("plain", "graphs"):
         if name == "graphs":
-            monkeypatch.setattr(build, "_graphs", lambda _, __, model: Graphs(model.parameters()))
+            monkeypatch.setattr(
+                build, "_graphs", lambda _, __, model, *___: Graphs(model.parameters())
+            )
         main(job_words(tiny_model, rows_file, odd_file, tmp_path / name))
         weights.append((tmp_path / name / "model" / "model.safetensors").read_bytes())
     assert sum(made) > 6
@@ -154,7 +159,7 @@ def test_the_doctor_finds_nothing(
     from accel_ft.engine import build
 
     monkeypatch.setattr(build, "make_sparse", lambda model: None)
-    monkeypatch.setattr(build, "_graphs", lambda _, __, model: Graphs(model.parameters()))
+    monkeypatch.setattr(build, "_graphs", lambda _, __, model, *___: Graphs(model.parameters()))
     job = job_words(tiny_model, rows_file, odd_file, tmp_path / "run")
     doctor([*job, "--max_seq_length", "8"])  # of one width, so that shapes come again
     assert "FAIL" not in capsys.readouterr().out
