@@ -16,15 +16,12 @@ import torch
 from torch import nn
 
 from accel_ft.data.loader import Batch
+from accel_ft.model.first_token import reads_first_token
 
 logger = logging.getLogger(__name__)
 
 Passes = Callable[[Batch, Any], torch.Tensor]
 
-# Whose passes ask the host for nothing, and leave nothing to the host's dice.
-KINDS = {
-    "albert", "bert", "camembert", "distilbert", "electra", "modernbert", "roberta", "xlm-roberta",
-}  # fmt: skip
 MOST = 64  # graphs: all widths up to 512 tokens
 SHARE = 1 / 3  # of the memory there is: where the run may need more, the graphs' own might not fit
 
@@ -45,6 +42,7 @@ class Graphs:
         self.met: set[torch.Size] = set()
         self.recorded: dict[torch.Size, tuple[Batch, Callable[[], Any], torch.Tensor]] = {}
         self.pool: Any = None  # of memory, which they share, as they run one after the other
+        self.stream: Any = None  # that they are recorded on
 
     @property
     def are_used(self) -> bool:
@@ -66,6 +64,7 @@ class Graphs:
         gradients = [parameter.grad for parameter in self.parameters]
         if any(now is not then for now, then in zip(gradients, self.gradients, strict=False)):
             self.recorded.clear()  # which add to others
+            self.pool = None
         if shape not in self.recorded:
             there = any(gradient is not None for gradient in gradients)
             if shape not in self.met or not there or self._is_full():
@@ -87,8 +86,10 @@ class Graphs:
     def _record(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], torch.Tensor]:
         """Record what `work` does on the device; return what does it then, and its result."""
         graph = torch.cuda.CUDAGraph()
-        # Of this thread alone: the loader's pins memory meanwhile.
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+        # torch's own is one for all: of a run that ended, it would give memory of this one's back.
+        self.stream = self.stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        mode = "thread_local"  # the loader's pins memory meanwhile
+        with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode=mode):
             result = work()
         self.pool = graph.pool()
         return graph.replay, result
@@ -98,10 +99,15 @@ class Graphs:
         held: list[Any] = [(p, p.grad) for p in self.parameters if p.grad is not None]
         for parameter, _ in held:
             parameter.grad = None
-        loss = passes(inputs, inputs["scale"])
-        torch._foreach_add_([gradient for _, gradient in held], [p.grad for p, _ in held])
-        for parameter, gradient in held:
-            parameter.grad = gradient
+        try:
+            loss = passes(inputs, inputs["scale"])
+            torch._foreach_add_([gradient for _, gradient in held], [p.grad for p, _ in held])
+        except Exception as error:
+            error.add_note("It is recorded as a CUDA graph; --cuda_graphs false does without.")
+            raise
+        finally:
+            for parameter, gradient in held:
+                parameter.grad = gradient
         return loss
 
     def _is_full(self) -> bool:
@@ -113,10 +119,11 @@ class Graphs:
 
 
 def can_record(model: Any) -> bool:
-    """Return whether a plain model's passes can be recorded."""
-    config = model.config
-    checkpoints = any(
-        getattr(module, "gradient_checkpointing", False) for module in model.modules()
-    )
-    is_known = config.model_type in KINDS and type(model).__module__.startswith("transformers.")
-    return is_known and not checkpoints and not getattr(config, "is_decoder", False)
+    """Return whether a plain model's passes can be recorded: those of the kinds whose mask is made
+    by `first_token.py` ask the host for nothing, nor for its dice.
+
+    transformers makes no mask where a batch has no padding, which it asks the device, and in a
+    recording always makes one: other kernels, another rounding.
+    """
+    checkpoints = (getattr(part, "gradient_checkpointing", False) for part in model.modules())
+    return reads_first_token(model) and not any(checkpoints)

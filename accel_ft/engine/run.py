@@ -169,6 +169,7 @@ class Run:
         if self.profiler is not None:
             self.profiler.stop()
             self.profiler = None
+        self.graphs = Graphs()  # with the memory of those that there were
         self.publisher.shutdown()  # waits for what it has begun
 
     def resume(self, folder: Path) -> None:
@@ -185,6 +186,8 @@ class Run:
         fresh = [{key: group[key] for key in ("initial_lr", "weight_decay")} for group in groups]
         devices = self.watch.tell(self.accelerator.device.index or 0)
         state.load(self.accelerator, folder, saved, self.config.seed, devices)
+        # What was recorded multiplies by the loss scale of before.
+        self.graphs = Graphs(self.graphs.parameters, self.graphs.most_tokens)
         # What allow_changed lets differ, and a schedule over more updates, hold from here on.
         done, base_lrs = saved["scheduler"]["last_epoch"], self.scheduler.base_lrs
         lambdas = self.scheduler.lr_lambdas

@@ -26,25 +26,32 @@ from accel_ft.model.layer import attention_of, in_one_piece, projections
 KINDS = {"bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta"}
 
 
+def reads_first_token(model: Any) -> bool:
+    """Return whether a plain `...ForSequenceClassification` is of a kind whose classifier reads the
+    first token alone, and computes as is known here.
+    """
+    config = model.config
+    return (
+        config.model_type in KINDS
+        and type(model).__module__.startswith("transformers.")  # others pool as their author likes
+        and not getattr(config, "is_decoder", False)
+        and getattr(config, "chunk_size_feed_forward", 0) <= 1  # of which one token is no multiple
+        and config.num_hidden_layers >= 1
+        and config._attn_implementation in ("eager", "sdpa")
+    )
+
+
 def leave_out_the_rest(model: Any) -> None:
-    """Let the last layer of a plain `...ForSequenceClassification` compute the first token alone,
-    where it is of a kind whose classifier reads no other. Its last hidden states are [B, 1, D]
-    then. Where attention is eager, as on a CPU that trains, its other layers do as `layer.py` says.
+    """Let the last layer of a classifier compute the first token alone, where it reads no other.
+    Its last hidden states are [B, 1, D] then. Where attention is eager, as on a CPU that trains,
+    its other layers do as `layer.py` says.
 
     To be called once, before anything wraps the model.
     """
-    config = model.config
-    attention_path = config._attn_implementation
-    if (
-        config.model_type not in KINDS
-        or not type(model).__module__.startswith("transformers.")  # pools as its author likes
-        or getattr(config, "is_decoder", False)
-        or getattr(config, "chunk_size_feed_forward", 0) > 1  # of which one token is no multiple
-        or config.num_hidden_layers < 1
-        or attention_path not in ("eager", "sdpa")
-    ):
+    if not reads_first_token(model):
         return
-    base = model.base_model
+    config, base = model.config, model.base_model
+    attention_path = config._attn_implementation
     layers = (base.transformer if config.model_type == "distilbert" else base.encoder).layer
     for layer in layers[:-1] if attention_path == "eager" else ():
         in_one_piece(layer)

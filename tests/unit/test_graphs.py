@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_ft.engine.graphs import MOST, Graphs, can_record
+from accel_ft.engine.run import Run
 from accel_ft.model import load
 from accel_ft.train import main
 
@@ -145,6 +146,38 @@ def test_a_run_of_them_is_the_run_without(
     assert weights[0] == weights[1]
 
 
+def test_a_rollback_records_anew(
+    made: Made,
+    tmp_path: Path,
+    tiny_model: Path,
+    rows_file: Path,
+    odd_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A loss scale that is loaded lies elsewhere than the one that was recorded."""
+    from accel_ft.engine import build, loop
+
+    monkeypatch.setattr(build, "make_sparse", lambda model: None)
+    monkeypatch.setattr(build, "_graphs", lambda _, __, model, *___: Graphs(model.parameters()))
+    weighted_loss, resume, calls, seen = loop.weighted_loss, Run.resume, 0, []
+
+    def sick_once(*args: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return weighted_loss(*args) * (float("nan") if calls == 9 else 1.0)
+
+    def watched_resume(run: Run, folder: Path) -> None:
+        before = len(run.graphs.recorded)
+        resume(run, folder)
+        seen.append((before, len(run.graphs.recorded), run.graphs.are_used))
+
+    monkeypatch.setattr(loop, "weighted_loss", sick_once)
+    monkeypatch.setattr(Run, "resume", watched_resume)
+    job = job_words(tiny_model, rows_file, odd_file, tmp_path / "run")
+    main([*job, "--max_seq_length", "8", "--on_nonfinite", "rollback"])
+    assert seen == [(1, 0, True)]
+
+
 def test_the_doctor_finds_nothing(
     made: Made,
     tmp_path: Path,
@@ -174,5 +207,8 @@ def test_which_models_can_be_recorded(tiny_model: Path) -> None:
     layer.gradient_checkpointing = True  # dropout's state is kept on the host
     assert not can_record(model)
     layer.gradient_checkpointing = False
+    model.config._attn_implementation = "flash_attention_2"  # which asks whether there is padding
+    assert not can_record(model)
+    model.config._attn_implementation = "sdpa"
     model.config.model_type = "deberta-v2"  # a constant of each pass comes from the host
     assert not can_record(model)
