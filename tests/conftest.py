@@ -38,8 +38,9 @@ FILLING = "the a of in to on with from after says new two more for and".split()
 
 @pytest.fixture(autouse=True)
 def _heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """caplog hears the package's messages, after a run has set its own handler too."""
+    """caplog hears the package's messages, after a run has set its own handler too, or a doctor its level."""
     monkeypatch.setattr(logging.getLogger("accel_ft"), "propagate", True)
+    logging.getLogger("accel_ft").setLevel(logging.INFO)
 
 
 def write_rows(path: Path, num_rows: int, seed: int = 0) -> Path:

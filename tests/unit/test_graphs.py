@@ -11,6 +11,8 @@ from conftest import job_words
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from accel_ft.doctor import main as doctor
+from accel_ft.engine import loop
 from accel_ft.engine.graphs import MOST, Graphs, can_record
 from accel_ft.engine.run import Run
 from accel_ft.model import load
@@ -50,6 +52,16 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (90, 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 10)
     return counts
+
+
+@pytest.fixture
+def on_graphs(made: Made, monkeypatch: pytest.MonkeyPatch) -> Made:
+    """Let jobs record, as on a GPU."""
+    from accel_ft.engine import build
+
+    monkeypatch.setattr(build, "make_sparse", lambda model: None)
+    monkeypatch.setattr(build, "_graphs", lambda _, __, model, *___: Graphs(model.parameters()))
+    return made
 
 
 def batch_of(rows: int, tokens: int) -> dict[str, torch.Tensor]:
@@ -122,8 +134,9 @@ def test_room_is_left_for_the_longest_micro_batch(made: Made) -> None:
         assert len(made) == num_made
 
 
+@pytest.mark.usefixtures("made")
 def test_a_run_of_them_is_the_run_without(
-    made: Made,
+    request: pytest.FixtureRequest,
     tmp_path: Path,
     tiny_model: Path,
     rows_file: Path,
@@ -134,12 +147,10 @@ def test_a_run_of_them_is_the_run_without(
     from accel_ft.engine import build
 
     monkeypatch.setattr(build, "make_sparse", lambda model: None)
-    weights = []
+    weights, made = [], []
     for name in ("plain", "graphs"):
         if name == "graphs":
-            monkeypatch.setattr(
-                build, "_graphs", lambda _, __, model, *___: Graphs(model.parameters())
-            )
+            made = request.getfixturevalue("on_graphs")
         main(job_words(tiny_model, rows_file, odd_file, tmp_path / name))
         weights.append((tmp_path / name / "model" / "model.safetensors").read_bytes())
     assert sum(made) > 6
@@ -147,7 +158,7 @@ def test_a_run_of_them_is_the_run_without(
 
 
 def test_a_rollback_records_anew(
-    made: Made,
+    on_graphs: Made,
     tmp_path: Path,
     tiny_model: Path,
     rows_file: Path,
@@ -155,10 +166,6 @@ def test_a_rollback_records_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A loss scale that is loaded lies elsewhere than the one that was recorded."""
-    from accel_ft.engine import build, loop
-
-    monkeypatch.setattr(build, "make_sparse", lambda model: None)
-    monkeypatch.setattr(build, "_graphs", lambda _, __, model, *___: Graphs(model.parameters()))
     weighted_loss, resume, calls, seen = loop.weighted_loss, Run.resume, 0, []
 
     def sick_once(*args: Any) -> torch.Tensor:
@@ -179,24 +186,18 @@ def test_a_rollback_records_anew(
 
 
 def test_the_doctor_finds_nothing(
-    made: Made,
+    on_graphs: Made,
     tmp_path: Path,
     tiny_model: Path,
     rows_file: Path,
     odd_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It writes down the loop's backward passes, of which a graph calls none."""
-    from accel_ft.doctor import main as doctor
-    from accel_ft.engine import build
-
-    monkeypatch.setattr(build, "make_sparse", lambda model: None)
-    monkeypatch.setattr(build, "_graphs", lambda _, __, model, *___: Graphs(model.parameters()))
     job = job_words(tiny_model, rows_file, odd_file, tmp_path / "run")
     doctor([*job, "--max_seq_length", "8"])  # of one width, so that shapes come again
     assert "FAIL" not in capsys.readouterr().out
-    assert sum(made) >= 3
+    assert sum(on_graphs) >= 3
 
 
 def test_which_models_can_be_recorded(tiny_model: Path) -> None:
