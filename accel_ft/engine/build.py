@@ -146,7 +146,7 @@ def _graphs(
         return Graphs()
     at_once = config.per_device_train_batch_size
     assert at_once != "auto"
-    return Graphs(model.parameters(), at_once * int(pad.widths(longest(split)[None])[0]))
+    return Graphs(model.parameters(), at_once * int(pad.widths(np.array([longest(split)]))[0]))
 
 
 def _warn_of_other_labels(config: TrainConfig, names: list[str], known: list[str]) -> None:

@@ -27,10 +27,10 @@ DEFAULT_GLOBAL_BATCH_SIZE = 32
 COUNTED_ROWS, MEASURED_ROWS = 1_000_000, 4
 
 
-def longest(split: Split) -> Any:
+def longest(split: Split) -> int:
     """Return the length of the longest row, of those counted."""
     known = np.arange(min(len(split.store), COUNTED_ROWS), dtype=np.int64)
-    return split.store.lengths(known).max()
+    return int(split.store.lengths(known).max())
 
 
 def measured_need(accelerator: Accelerator, model: Any, split: Split, pad: Padding) -> Need:
@@ -40,7 +40,7 @@ def measured_need(accelerator: Accelerator, model: Any, split: Split, pad: Paddi
         model: not wrapped, on its device, in training mode.
         split: the training rows.
     """
-    text = np.resize(split.store.tokens(0)[:1], (1, int(longest(split))))
+    text = np.resize(split.store.tokens(0)[:1], (1, longest(split)))
     label = split.labels(np.zeros(1, np.int64))
 
     def loss(count: int) -> torch.Tensor:

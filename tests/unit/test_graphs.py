@@ -2,20 +2,27 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from conftest import job_words
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from accel_ft.config import TrainConfig
+from accel_ft.data.loader import Padding
+from accel_ft.data.splits import load_splits
 from accel_ft.doctor import main as doctor
 from accel_ft.engine import loop
+from accel_ft.engine.build import _graphs
 from accel_ft.engine.graphs import MOST, Graphs, can_record
 from accel_ft.engine.run import Run
 from accel_ft.model import load
+from accel_ft.settings import parse
 from accel_ft.train import main
 
 Made = list[int]
@@ -198,6 +205,28 @@ def test_the_doctor_finds_nothing(
     doctor([*job, "--max_seq_length", "8"])  # of one width, so that shapes come again
     assert "FAIL" not in capsys.readouterr().out
     assert sum(on_graphs) >= 3
+
+
+def test_what_a_job_on_one_gpu_gets(tiny_model: Path, rows_file: Path, odd_file: Path) -> None:
+    """Room is reckoned for a micro-batch of the longest rows; the key, or a CPU, makes none."""
+    words = job_words(tiny_model, rows_file, odd_file, Path("unused"))
+    config, tokenizer = parse(TrainConfig, words, "train"), load.load_tokenizer(str(tiny_model))
+    split = load_splits(config, tokenizer).train
+    model_config = load.load_model_config(str(tiny_model), num_labels=4)
+    model, _ = load.load_for_training(str(tiny_model), model_config, torch.device("cpu"))
+    unwrap = SimpleNamespace(unwrap_model=lambda model, **_: model)
+
+    def made_for(device: str, config: TrainConfig) -> Graphs:
+        unwrap.device = torch.device(device)
+        pad = Padding(tokenizer, config.max_seq_length, unwrap.device)
+        return _graphs(config, unwrap, model, pad, split)
+
+    graphs = made_for("cuda", config)
+    longest = max(len(row[0]) for row in split.tokens(np.arange(len(split))))
+    assert graphs.most_tokens == 4 * -(-longest // 8) * 8
+    assert len(graphs.parameters) == len(list(model.parameters()))
+    assert not made_for("cpu", config).are_used
+    assert not made_for("cuda", config.resolved(cuda_graphs=False)).are_used
 
 
 def test_which_models_can_be_recorded(tiny_model: Path) -> None:
