@@ -31,6 +31,7 @@ def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
+@lru_cache(maxsize=256)
 def combine_key(*parts: int) -> np.uint64:
     """Hash integers, in order, to one 64-bit key."""
     key = np.zeros(1, np.uint64)

@@ -1,8 +1,8 @@
 """Dropout for training on a CPU: a mask from 16-bit slices of 64-bit draws, four elements a draw.
 
-Each mask has a generator of its own (numpy's SFC64, as torch's takes twice as long), whose seed is
-drawn from torch's default one: so it is reproduced and resumed with that. A probability is rounded
-to 1/65536, and what is kept is scaled by the rounded one: the mean is exact.
+Masks come from numpy's SFC64, as torch's generator takes twice as long; each layer has one of its
+own, whose seed is drawn from torch's default one: so they are reproduced and resumed with that. A
+probability is rounded to 1/65536, and what is kept is scaled by the rounded one: the mean is exact.
 """
 
 import contextlib
@@ -39,18 +39,31 @@ def dropout(
     return kept
 
 
-def draw_kept(shape: torch.Size, dropped: int) -> torch.Tensor:
+def seeded() -> np.random.SFC64:
+    """Return a generator whose seed is drawn from torch's."""
+    return np.random.SFC64(torch.randint(2**63 - 1, (1,)).numpy())
+
+
+def draw_kept(shape: torch.Size, dropped: int, generator: np.random.SFC64) -> torch.Tensor:
     """Return 1 for what is kept and 0 with a probability of `dropped` / LEVELS, uint8."""
     count = shape.numel()
-    generator = np.random.SFC64(torch.randint(2**63 - 1, (1,)).numpy())
     slices = generator.random_raw(-(-count // 4)).view(np.uint16)[:count]
     return torch.from_numpy((slices >= dropped).view(np.uint8)).view(shape)
+
+
+def keep(values: torch.Tensor, kept: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write to `out`, and return, the values where `kept` is 1, and 0 where it is 0: a product of
+    their bits, for as numbers both would be converted first.
+    """
+    bits = (torch.int8, torch.int16, torch.int32, torch.int64)[values.itemsize.bit_length() - 1]
+    torch.mul(values.view(bits), kept, out=out.view(bits))
+    return out
 
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, dropped: int) -> torch.Tensor:
-        kept = draw_kept(values.shape, dropped)
+        kept = draw_kept(values.shape, dropped, seeded())
         ctx.save_for_backward(kept)
         ctx.scale = LEVELS / (LEVELS - dropped)
         return _scaled(values, kept, ctx.scale)

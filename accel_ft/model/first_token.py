@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from accel_ft.model.layer import attention_of, in_one_piece, projections
+from accel_ft.model.layer import attention_of, in_one_piece, projections, unpacked
 
 KINDS = {"bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta"}
 
@@ -54,7 +54,7 @@ def leave_out_the_rest(model: Any) -> None:
     attention_path = config._attn_implementation
     layers = (base.transformer if config.model_type == "distilbert" else base.encoder).layer
     for layer in layers[:-1] if attention_path == "eager" else ():
-        in_one_piece(layer)
+        in_one_piece(layer, packs=True)
     attention = attention_of(layers[-1])
     attention.forward = partial(one_asks, attention)  # a method would not be unpickled
     layers[-1].register_forward_pre_hook(_first_token, with_kwargs=True)
@@ -75,11 +75,12 @@ def _one_row(base: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[st
     return args, kwargs
 
 
-def _first_token(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _first_token(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Give a layer the first token; the others only through `one_asks`, to which it passes what it
     does not know.
     """
     tokens, *others = args
+    tokens = unpacked(layer, tokens, others[0] if others else kwargs.get("attention_mask"))
     return (tokens[:, :1], *others), {**kwargs, "all_tokens": tokens}
 
 

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from accel_ft.model.dropout import LEVELS, draw_kept
+from accel_ft.model.dropout import LEVELS, draw_kept, keep, seeded
+from accel_ft.model.packing import Packing, pack, packing, unpack
 
 FEWEST_VECTORISED = 32  # keys, below which torch's softmax of 16-bit floats takes one by one
 
@@ -30,6 +31,7 @@ class Settings(NamedTuple):
     scaling: float  # of the scores
     eps: tuple[float, ...]  # of the two norms
     dropped: list[int]  # of LEVELS: of the shares, of what attention gives, and of the rest
+    packed: Packing | None  # what the tokens are; None: [B, S, D]
 
 
 def attention_of(layer: Any) -> Any:
@@ -63,13 +65,31 @@ def take_apart(layer: Any) -> tuple[list[Any], Any, list[float]]:
     return modules, activation, [attention.dropout.p, *dropouts]
 
 
-def in_one_piece(layer: Any) -> None:
-    """Let a layer compute as `forward` does. To be called before anything wraps the model."""
-    layer.forward = partial(forward, layer)  # a method would not be unpickled
+def in_one_piece(layer: Any, packs: bool = False) -> None:
+    """Let a layer compute as `forward` does. To be called before anything wraps the model.
+
+    Args:
+        layer: of BERT's or DistilBERT's shape.
+        packs: of padding nothing is read but the first token of a text, so that the layer may leave
+            it out: it then returns [N, D], for another layer that packs, or for `unpacked`.
+    """
+    layer.forward = partial(forward, layer, packs)  # a method would not be unpickled
+
+
+def packing_of(layer: Any, attention_mask: torch.Tensor | None) -> Packing | None:
+    """Return what of a batch's tokens a layer that packs takes."""
+    return packing(attention_mask, attention_of(layer).config.num_attention_heads)
+
+
+def unpacked(layer: Any, tokens: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """[N, D] from a layer that packs, or [B, S, D] -> [B, S, D]."""
+    packed = packing_of(layer, attention_mask) if tokens.ndim == 2 else None
+    return unpack(tokens, packed) if packed else tokens
 
 
 def forward(
     layer: Any,
+    packs: bool,
     tokens: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     *others: Any,
@@ -79,13 +99,13 @@ def forward(
     GPU, compiled, with adapters, another activation than GELU, or if its weights are asked for.
 
     Args:
-        layer: of BERT's or DistilBERT's shape.
-        tokens: [B, S, D].
+        layer, packs: see `in_one_piece`.
+        tokens: [B, S, D]; [N, D] from another layer that packs.
         attention_mask: added to the scores, of a shape that broadcasts to [B, H, S, S].
         others: for the class alone, as `kwargs` are.
 
     Returns:
-        [B, S, D].
+        [B, S, D], or [N, D].
     """
     attention, checkpoints = attention_of(layer), getattr(layer, "gradient_checkpointing", False)
     modules, activation, dropouts = take_apart(layer)
@@ -101,13 +121,19 @@ def forward(
         or attention.config._attn_implementation != "eager"  # asked for since
         or any(isinstance(module.weight, DTensor) for module in modules)  # a part is FSDP2's unit
     ):
+        tokens = unpacked(layer, tokens, attention_mask)
         return type(layer).forward(layer, tokens, attention_mask, *others, **kwargs)  # type: ignore[no-any-return]
+    packed = packing_of(layer, attention_mask) if packs else None
+    if packed and tokens.ndim == 3:
+        tokens = pack(tokens, packed)
     kind = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else tokens.dtype
     if attention_mask is not None:
         least = max(torch.finfo(each).min for each in (kind, attention_mask.dtype))
         attention_mask = attention_mask.clamp(min=least)  # float32's would be -inf in bfloat16
     eps = (modules[4].eps, modules[7].eps)
-    settings = Settings(kind, attention.attention_head_size, attention.scaling, eps, dropped)
+    settings = Settings(
+        kind, attention.attention_head_size, attention.scaling, eps, dropped, packed
+    )
     tensors = [tensor for module in modules for tensor in (module.weight, module.bias)]
     given = (tokens, attention_mask, settings, *tensors)
     if checkpoints and layer.training and torch.is_grad_enabled():
@@ -122,16 +148,17 @@ class _Layer(torch.autograd.Function):
     def forward(
         ctx: Any, tokens: torch.Tensor, mask: torch.Tensor | None, to: Settings, *tensors: Any
     ) -> torch.Tensor:
-        shape, kind = tokens.shape, to.kind
+        kind = to.kind
+        shape = torch.Size((*to.packed.batch, tokens.shape[-1])) if to.packed else tokens.shape
         weights, biases = tensors[::2], tensors[1::2]
         cast = [each.to(kind) for each in weights[:4] + weights[5:7]]
         w_q, w_k, w_v, w_out, w_wide, w_narrow = cast
         b_q, b_k, b_v, b_out, b_wide, b_narrow = (b.to(kind) for b in biases[:4] + biases[5:7])
-        residual = tokens.flatten(0, 1)  # [N, D]
+        residual = tokens.reshape(-1, tokens.shape[-1])  # [N, D]
         x = residual.to(kind)
 
         query, key, value = (
-            _by_head(torch.addmm(bias, x, weight.T), shape, to.size)
+            _by_head(torch.addmm(bias, x, weight.T), shape, to)
             for weight, bias in ((w_q, b_q), (w_k, b_k), (w_v, b_v))
         )  # [B x H, S, size]
         full = (shape[0], len(query) // shape[0], shape[1], shape[1])
@@ -140,24 +167,29 @@ class _Layer(torch.autograd.Function):
         scores = scores.flatten(0, 1).baddbmm_(query, key.mT, alpha=to.scaling)
         wide_kind = torch.promote_types(kind, torch.float32)
         shares = scores.softmax(-1, dtype=wide_kind).to(kind)
-        kept_shares = _drawn(shares, to.dropped[0])
-        left = shares if kept_shares is None else torch.mul(shares, kept_shares, out=scores)
-        got = _together(_product(left, value, _factor(to.dropped[0])), shape)  # [N, D]
+        dice = seeded() if any(to.dropped) else None
+        kept_shares = _drawn(shares, to.dropped[0], dice)
+        left = shares if kept_shares is None else keep(shares, kept_shares, scores)
+        got = _together(_product(left, value, _factor(to.dropped[0])), shape, to)  # [N, D]
         del scores, left
 
         given = torch.addmm(b_out, got, w_out.T)
-        middle, norm = _add_norm(residual, given, to.dropped[1], weights[4], biases[4], to.eps[0])
+        middle, norm = _add_norm(
+            residual, given, to.dropped[1], dice, weights[4], biases[4], to.eps[0]
+        )
         y = middle.to(kind)
         before = torch.addmm(b_wide, y, w_wide.T)
         after = F.gelu(before)
         given = torch.addmm(b_narrow, after, w_narrow.T)
-        result, last = _add_norm(middle, given, to.dropped[2], weights[7], biases[7], to.eps[1])
+        result, last = _add_norm(
+            middle, given, to.dropped[2], dice, weights[7], biases[7], to.eps[1]
+        )
         ctx.settings, ctx.shape = to, shape
         ctx.save_for_backward(
             x, query, key, value, shares, kept_shares, got, y, before, after,
             *cast, *norm, *last,
         )  # fmt: skip
-        return result.view(shape)
+        return result.view(tokens.shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -168,52 +200,55 @@ class _Layer(torch.autograd.Function):
         w_q, w_k, w_v, w_out, w_wide, w_narrow = saved[10:16]
         norm, last = saved[16:22], saved[22:]
 
-        d, d_given, *of_last = _add_norm_backward(
-            gradients[0].reshape(-1, shape[-1]), kind, to.dropped[2], *last
-        )
-        of_narrow = _linear_backward(d_given, after, d)
-        d_wide = d_given @ w_narrow
+        d, d_given, *of_last = _add_norm_backward(gradients[0].reshape(-1, shape[-1]), kind, *last)
+        scale = _factor(to.dropped[2])
+        of_narrow = _linear_backward(d_given, after, d, scale)
+        d_wide = _matrices(d_given, w_narrow, scale)
         torch.ops.aten.gelu_backward.grad_input(d_wide, before, grad_input=d_wide)
         of_wide = _linear_backward(d_wide, y, d)
-        d, d_given, *of_norm = _add_norm_backward(
-            d.add_(d_wide @ w_wide), kind, to.dropped[1], *norm
-        )
-        of_out = _linear_backward(d_given, got, d)
+        d, d_given, *of_norm = _add_norm_backward(d.add_(d_wide @ w_wide), kind, *norm)
+        scale = _factor(to.dropped[1])
+        of_out = _linear_backward(d_given, got, d, scale)
 
-        d_got = _by_head(d_given @ w_out, shape, to.size)
+        d_got = _by_head(_matrices(d_given, w_out, scale), shape, to)
         factor = _factor(to.dropped[0])
         d_shares = _product(d_got, value.mT, factor)
         if kept_shares is not None:
-            d_shares.mul_(kept_shares)
+            keep(d_shares, kept_shares, d_shares)
         is_vectorised = shape[1] >= FEWEST_VECTORISED
         wide_kind = kind if is_vectorised else torch.promote_types(kind, torch.float32)
         d_scores = torch._softmax_backward_data(
             d_shares.to(wide_kind), shares.to(wide_kind), -1, wide_kind
         ).to(kind)
-        left = shares if kept_shares is None else torch.mul(shares, kept_shares, out=d_shares)
+        left = shares if kept_shares is None else keep(shares, kept_shares, d_shares)
         of_projections: list[torch.Tensor] = []
         for a, b, scale, weight in (
             (d_scores, key, to.scaling, w_q),
             (d_scores.mT, query, to.scaling, w_k),
             (left.mT, d_got, factor, w_v),
         ):
-            gradient = _together(_product(a, b, scale), shape)
+            gradient = _together(_product(a, b, scale), shape, to)
             of_projections += _linear_backward(gradient, x, d)
             d.add_(gradient @ weight)
         return (
-            d.view(shape), None, None,
+            d.view(gradients[0].shape), None, None,
             *of_projections, *of_out, *of_norm, *of_wide, *of_narrow, *of_last,
         )  # fmt: skip
 
 
-def _by_head(rows: torch.Tensor, shape: torch.Size, size: int) -> torch.Tensor:
+def _by_head(rows: torch.Tensor, shape: torch.Size, to: Settings) -> torch.Tensor:
     """[N, D] -> [B x H, S, size]."""
-    heads = rows.view(shape[0], shape[1], -1, size).transpose(1, 2)
-    return heads.reshape(-1, shape[1], size)
+    if to.packed:
+        heads = rows.view(-1, to.size).index_select(0, to.packed.of_heads)
+    else:
+        heads = rows.view(shape[0], shape[1], -1, to.size).transpose(1, 2)
+    return heads.reshape(-1, shape[1], to.size)
 
 
-def _together(heads: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def _together(heads: torch.Tensor, shape: torch.Size, to: Settings) -> torch.Tensor:
     """[B x H, S, size] -> [N, D]."""
+    if to.packed:
+        return heads.view(-1, to.size).index_select(0, to.packed.of_rows).view(-1, shape[2])
     rows = heads.view(shape[0], -1, *heads.shape[1:]).transpose(1, 2)
     return rows.reshape(shape[0] * shape[1], -1)
 
@@ -228,24 +263,24 @@ def _factor(dropped: int) -> float:
     return LEVELS / (LEVELS - dropped)
 
 
-def _drawn(like: torch.Tensor, dropped: int) -> torch.Tensor | None:
-    return draw_kept(like.shape, dropped) if dropped else None
+def _drawn(like: torch.Tensor, dropped: int, dice: Any) -> torch.Tensor | None:
+    return draw_kept(like.shape, dropped, dice) if dropped else None
 
 
 def _add_norm(
     residual: torch.Tensor,
     given: torch.Tensor,
     dropped: int,
+    dice: Any,
     weight: torch.Tensor,
     bias: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
     """Return the norm of residual + dropout(given), [N, D], and what its backward pass needs."""
-    kept = _drawn(given, dropped)
-    if kept is None:
-        total = residual + given
-    else:
-        total = torch.addcmul(residual, given, kept, value=_factor(dropped))
+    kept = _drawn(given, dropped, dice)
+    if kept is not None:
+        keep(given, kept, given)
+    total = torch.add(residual, given, alpha=_factor(dropped))
     normed, mean, scale = torch.native_layer_norm(total, total.shape[1:], weight, bias, eps)
     return normed, (total, mean, scale, kept, weight, bias)
 
@@ -253,7 +288,6 @@ def _add_norm(
 def _add_norm_backward(
     gradient: torch.Tensor,
     kind: torch.dtype,
-    dropped: int,
     total: torch.Tensor,
     mean: torch.Tensor,
     scale: torch.Tensor,
@@ -261,18 +295,26 @@ def _add_norm_backward(
     weight: torch.Tensor,
     bias: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of residual, given, weight and bias."""
+    """Return the gradients of residual, of given but for dropout's factor, of weight and bias."""
     d_total, d_weight, d_bias = torch.ops.aten.native_layer_norm_backward(
         gradient, total, total.shape[1:], mean, scale, weight, bias, [True, True, True]
     )
-    d_given = d_total
+    d_given = d_total.to(kind, copy=True)
     if kept is not None:
-        d_given = torch.addcmul(d_total.new_zeros(()), d_total, kept, value=_factor(dropped))
-    return d_total, d_given.to(kind), d_weight, d_bias
+        keep(d_given, kept, d_given)
+    return d_total, d_given, d_weight, d_bias
+
+
+def _matrices(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return a x b x scale, rounded once."""
+    return a.new_empty((a.shape[0], b.shape[1])).addmm_(a, b, beta=0, alpha=scale)
 
 
 def _linear_backward(
-    gradient: torch.Tensor, given: torch.Tensor, like: torch.Tensor
+    gradient: torch.Tensor, given: torch.Tensor, like: torch.Tensor, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of a linear layer's weight and bias, in the type of `like`."""
-    return (gradient.T @ given).to(like.dtype), gradient.sum(0).to(like.dtype)
+    """Return the gradients of a linear layer's weight and bias, in the type of `like`, where that
+    of what it gave is gradient x scale.
+    """
+    of_bias = gradient.sum(0).to(like.dtype)  # first: the gradient has just been made
+    return _matrices(gradient.T, given, scale).to(like.dtype), of_bias.mul_(scale)
