@@ -19,7 +19,6 @@ from importlib.util import find_spec
 
 DOCTOR = "`-m accel_ft.doctor` in place of `-m accel_ft.train` finds what is wrong with a set-up"
 LONGEST = 500  # characters of a library's message that are told
-EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_PREEMPTED = 75
 
@@ -49,7 +48,7 @@ class CheckpointError(UserError):
 class RankError(UserError):
     """Another rank died, stopped or failed; names it, its stage and its log."""
 
-    exit_code = EXIT_FAILED
+    exit_code = 1
 
 
 class Preempted(UserError):

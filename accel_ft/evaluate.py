@@ -30,7 +30,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     from accel_ft.data.loader import Padding
     from accel_ft.data.splits import load_eval_split
     from accel_ft.engine.evaluation import evaluate, make_eval_loader
-    from accel_ft.model.load import check_tokens
     from accel_ft.runtime.files import to_json
     from accel_ft.runtime.launch import make_accelerator
     from accel_ft.runtime.logging import setup_logging
@@ -60,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         name, split, is_cut_off = load_eval_split(
             config, opened.tokenizer, opened.label_names, config.split
         )
-    greatest_id = max(split.store.greatest_id, opened.tokenizer.pad_token_id)
-    check_tokens(greatest_id, opened.model.config, "checkpoint")
+    opened.check_tokens(split.store.greatest_id)
     if "max_eval_samples" in typed:  # the run's is for its validation rows
         split.stop = min(split.stop, config.max_eval_samples or split.stop)
     if is_cut_off and run is not None:

@@ -118,7 +118,6 @@ class Predictor:
 
         from accel_ft.data.tokenize import token_ids
         from accel_ft.engine.step import forward
-        from accel_ft.model.load import check_tokens
 
         device, tokenizer = self.accelerator.device, self.classifier.tokenizer
         rank, num_ranks = self.accelerator.process_index, self.accelerator.num_processes
@@ -128,10 +127,7 @@ class Predictor:
         rows = token_ids(tokenizer, mine, self.max_seq_length)[0] if mine else []
         found = np.empty((len(mine), len(self.classifier.label_names)))
         lengths = np.array([row.shape[-1] for row in rows], np.int64)
-        greatest_id = max((int(row[0].max()) for row in rows), default=0)
-        check_tokens(
-            max(greatest_id, self.pad.token_id), self.classifier.model.config, "checkpoint"
-        )
+        self.classifier.check_tokens(max((int(row[0].max()) for row in rows), default=0))
         with torch.inference_mode(), self.accelerator.autocast():  # casts weights once
             for batch in self.pad.eval_batches(lengths, self.config.per_device_eval_batch_size):
                 inputs = self.pad([rows[row] for row in batch])

@@ -59,6 +59,15 @@ class Classifier:
         usual = trained if isinstance(trained, int) else DEFAULT_MAX_SEQ_LENGTH
         return wanted or min(usual, self.limit or usual)
 
+    def check_tokens(self, greatest_id: int) -> None:
+        """Refuse a token, or the pad token, that the model has no embedding of.
+
+        Raises:
+            ConfigError: it has none.
+        """
+        greatest_id = max(greatest_id, self.tokenizer.pad_token_id)
+        load.check_tokens(greatest_id, self.model.config, "checkpoint")
+
     @property
     def thresholds(self) -> NDArray[np.float64] | None:
         """Of several labels: the probability from which each counts, [C]."""

@@ -178,12 +178,9 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
     """
     try:
         state: dict[str, Any] = json.loads((folder / TRAINER_STATE).read_text(encoding="utf-8"))
-        missing = TRAINER_STATE_KEYS - state.keys()
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{folder}: no readable {TRAINER_STATE} ({error})") from error
-    if missing:
-        raise CheckpointError(f"{folder}: {TRAINER_STATE} lacks {', '.join(sorted(missing))}")
-    return state
+        return {key: state[key] for key in TRAINER_STATE_KEYS}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder}: no readable {TRAINER_STATE} ({error!r})") from error
 
 
 def load(

@@ -111,22 +111,11 @@ def examine(config: TrainConfig) -> Iterator[Finding]:
         rank, num_ranks = accelerator.process_index, accelerator.num_processes
         try:
             with Watch(folder / "ranks", rank, num_ranks, limit) as watch:  # of `agreed`, too
-                yield from map(agreed, _on_the_machine(config, accelerator))
                 yield from map(agreed, _on_the_job(config, accelerator, log, watch, folder))
                 watch.wait()
         finally:
             if accelerator.is_main_process:
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _on_the_machine(config: TrainConfig, accelerator: Accelerator) -> Iterator[Finding]:
-    yield machine.versions()
-    yield machine.devices(accelerator.device, accelerator.mixed_precision)
-    yield machine.limits(config.dataloader_num_workers)
-    yield machine.clocks()
-    yield machine.hub(_needs_hub(config), constants.HF_HUB_OFFLINE, hub_reachable)
-    yield machine.links(accelerator.device)
-    yield order.arrival("start")
 
 
 def _remove_forgotten(parent: Path) -> None:
@@ -179,6 +168,13 @@ def _probe(config: TrainConfig, folder: Path, watch: Watch) -> TrainConfig:
 def _on_the_job(
     config: TrainConfig, accelerator: Accelerator, log: list[bool], watch: Watch, folder: Path
 ) -> Iterator[Finding]:
+    yield machine.versions()
+    yield machine.devices(accelerator.device, accelerator.mixed_precision)
+    yield machine.limits(config.dataloader_num_workers)
+    yield machine.clocks()
+    yield machine.hub(_needs_hub(config), constants.HF_HUB_OFFLINE, hub_reachable)
+    yield machine.links(accelerator.device)
+    yield order.arrival("start")
     job = _probe(config, folder, watch)
     capacity = device_bytes(accelerator.device)  # before the run has its share of it
     run = _quiet(build(job, accelerator, watch))

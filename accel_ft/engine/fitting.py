@@ -103,13 +103,9 @@ def fit_micro_batch(
             f"fits: {missing / 2**20:,.0f} MiB are missing. Fix: a shorter max_seq_length, lora_r, "
             "gradient_checkpointing, or FSDP, as `accel_ft.doctor` advises"
         )
-    logger.info("per_device_train_batch_size: %d samples at once", found)
     (earlier, *_) = watch.tell(_earlier_micro_batch(config, accelerator.num_processes))
-    if earlier is not None and earlier != found:
-        found = min(earlier, found)
-        logger.info(
-            "per_device_train_batch_size: %d samples at once, where there were %d", found, earlier
-        )
+    found = min(found, earlier or found)
+    logger.info("per_device_train_batch_size: %d samples at once", found)
     return config.resolved(per_device_train_batch_size=found, global_batch_size=size)
 
 

@@ -66,17 +66,13 @@ class _Dropout(torch.autograd.Function):
         kept = draw_kept(values.shape, dropped, seeded())
         ctx.save_for_backward(kept)
         ctx.scale = LEVELS / (LEVELS - dropped)
-        return _scaled(values, kept, ctx.scale)
+        return keep(values, kept, torch.empty_like(values)).mul_(ctx.scale)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         (kept,) = ctx.saved_tensors
-        return _scaled(gradients[0], kept, ctx.scale), None
-
-
-def _scaled(values: torch.Tensor, kept: torch.Tensor, scale: float) -> torch.Tensor:
-    factors = kept.to(values.dtype)
-    return torch.addcmul(values.new_zeros(()), factors, values, value=scale, out=factors)
+        gradient = torch.empty_like(gradients[0])
+        return keep(gradients[0], kept, gradient).mul_(ctx.scale), None
 
 
 def on_cpu(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -31,14 +31,7 @@ import psutil
 import torch
 from torch import distributed as dist
 
-from accel_ft.errors import (
-    EXIT_FAILED,
-    EXIT_PREEMPTED,
-    LaunchError,
-    Preempted,
-    RankError,
-    leave_last_words,
-)
+from accel_ft.errors import LaunchError, Preempted, RankError, leave_last_words
 from accel_ft.runtime.launch import find_launcher
 
 logger = logging.getLogger(__name__)
@@ -88,7 +81,7 @@ class Watch:
         self._can_save = self._interrupted = self._gives_up = False
         self._beat: dict[str, Any] = {"rank": rank, "host": _host(), "pid": os.getpid()}
         self._beat |= {"born": psutil.Process().create_time(), "stage": "start", "count": 0}
-        self._beat["exit_code"] = EXIT_FAILED
+        self._beat["exit_code"] = RankError.exit_code
         self._failed = ""
         self._seen: dict[int, tuple[Any, float]] = {}
         self._killed: dict[int, str] = {}
@@ -261,9 +254,10 @@ class Watch:
 
     def _exit_unsaved(self) -> None:
         name = signal.Signals(self.stop_signal).name
-        self._failed, self._beat["exit_code"] = f"{name}, nothing to save yet", EXIT_PREEMPTED
+        code = self._beat["exit_code"] = Preempted.exit_code
+        self._failed = f"{name}, nothing to save yet"
         self._write_beat()
-        self._leave(f"{name} at stage {self._beat['stage']}: nothing to save yet", EXIT_PREEMPTED)
+        self._leave(f"{name} at stage {self._beat['stage']}: nothing to save yet", code)
 
     def _watch_others(self) -> None:
         lost = self._find_lost(self.limit) if self.num_ranks > 1 else None
