@@ -21,7 +21,7 @@ from accel_ft.engine import loop
 from accel_ft.engine.build import _graphs
 from accel_ft.engine.graphs import MOST, Graphs, can_record
 from accel_ft.engine.run import Run
-from accel_ft.model import load
+from accel_ft.model import layer, load
 from accel_ft.settings import parse
 from accel_ft.train import main
 
@@ -41,8 +41,11 @@ class Capture(TorchDispatchMode):
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Made:
-    """Let what is recorded do its work when it is played; return how often each one was."""
+    """Let what is recorded do its work when it is played; return how often each one was. As on a
+    GPU, no layer leaves out padding.
+    """
     counts: Made = []
+    monkeypatch.setattr(layer, "packing", lambda mask, heads: None)
 
     def record(self: Graphs, work: Callable[[], torch.Tensor]) -> tuple[Any, torch.Tensor]:
         result, number = torch.zeros((), dtype=torch.float64), len(counts)
@@ -63,11 +66,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
 
 @pytest.fixture
 def on_graphs(made: Made, monkeypatch: pytest.MonkeyPatch) -> Made:
-    """Let jobs record, as on a GPU, where no layer leaves out padding."""
+    """Let jobs record, as on a GPU."""
     from accel_ft.engine import build
-    from accel_ft.model import layer
 
-    monkeypatch.setattr(layer, "packing", lambda mask, heads: None)
     monkeypatch.setattr(build, "make_sparse", lambda model: None)
     monkeypatch.setattr(build, "_graphs", lambda _, __, model, *___: Graphs(model.parameters()))
     return made
