@@ -11,7 +11,6 @@ from test_first_token import DROPOUT, classifier
 from torch.utils.checkpoint import checkpoint
 
 from accel_ft.model import layer as layers
-from accel_ft.model import packing as module
 from accel_ft.model.first_token import KINDS, leave_out_the_rest
 from accel_ft.model.packing import packing
 
@@ -60,27 +59,14 @@ def assert_same(ours: Any, whole: Any, given: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
-@pytest.mark.parametrize("multiple", [1, 4, 16])
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_logits_and_gradients_are_the_same(kind: str, multiple: int, left: bool) -> None:
+def test_logits_and_gradients_are_the_same(kind: str, left: bool) -> None:
     """Padded on the left, the first token, which the classifier reads, is padding itself."""
     ours, whole, rows = pair(kind)
-    with mock.patch.object(module, "MULTIPLE", multiple):
-        packing.cache_clear()
-        assert_same(ours, whole, batch(left))
-    least = sum(LENGTHS) + 1 + left * sum(length < 11 for length in LENGTHS)
-    assert rows == [-(-least // multiple) * multiple] * 3
+    assert_same(ours, whole, batch(left))
+    assert rows == [38 if left else 34] * 3  # an even number: that of tokens, and one more at least
 
 
-@pytest.fixture
-def to_the_row() -> Any:
-    packing.cache_clear()
-    with mock.patch.object(module, "MULTIPLE", 1):
-        yield
-    packing.cache_clear()
-
-
-@pytest.mark.usefixtures("to_the_row")
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_a_layer_that_is_left_to_its_class(odd: int) -> None:
     """The layers about it leave out padding all the same."""
@@ -88,20 +74,18 @@ def test_a_layer_that_is_left_to_its_class(odd: int) -> None:
     for model in (ours, whole):
         model.bert.encoder.layer[odd].intermediate.intermediate_act_fn = torch.nn.ReLU()
     assert_same(ours, whole, batch())
-    assert rows == [sum(LENGTHS) + 1] * 2
+    assert rows == [34] * 2
 
 
-@pytest.mark.usefixtures("to_the_row")
 def test_gradient_checkpointing() -> None:
     ours, whole, rows = pair("bert")
     for layer in ours.bert.encoder.layer[:-1]:
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
     assert_same(ours, whole, batch())
-    assert rows == [sum(LENGTHS) + 1] * 6
+    assert rows == [34] * 6
 
 
-@pytest.mark.usefixtures("to_the_row")
 def test_each_batch_has_its_own() -> None:
     ours, whole, _ = pair("bert")
     for left in (False, True, False):
@@ -110,7 +94,6 @@ def test_each_batch_has_its_own() -> None:
         whole.zero_grad()
 
 
-@pytest.mark.usefixtures("to_the_row")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dropout_draws_for_the_rows_that_are_left(dtype: torch.dtype) -> None:
     """And two passes from one seed are the same."""
@@ -128,30 +111,37 @@ def test_dropout_draws_for_the_rows_that_are_left(dtype: torch.dtype) -> None:
             ours.zero_grad()
             with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
                 found.append(logits_and_gradients(ours, batch()))
-    rows = (sum(LENGTHS) + 1, 32)
+    rows = (34, 32)
     assert drawn == [(20, 11, 11), rows, rows] * 6
     for name, first in found[0].items():
         assert first.isfinite().all()
         assert torch.equal(first, found[1][name]), name
 
 
-def of_lengths(*lengths: int) -> torch.Tensor:
-    """A mask [B, 1, 1, 8] that is added to scores."""
-    is_seen = torch.arange(8) < torch.tensor(lengths)[:, None]
+def of_lengths(*lengths: int, width: int = 8) -> torch.Tensor:
+    """A mask [B, 1, 1, width] that is added to scores."""
+    is_seen = torch.arange(width) < torch.tensor(lengths)[:, None]
     return torch.zeros(is_seen.shape).masked_fill(~is_seen, LEAST)[:, None, None]
 
 
 def test_where_nothing_is_left_out() -> None:
-    assert packing(of_lengths(8, 1, 1, 1, 1, 1, 1, 1), 2) is not None
-    assert packing(of_lengths(8, 7, 6, 6), 2) is None  # fewer than a multiple of rows
-    assert packing(of_lengths(8, 0, 1, 1, 1, 1, 1, 1), 2) is None  # sees padding as well as nothing
-    assert packing(of_lengths(8, *[1] * 7).expand(-1, -1, 8, -1), 2) is None  # a row each
+    assert packing(of_lengths(8, 5, 6, 6), 2) is not None
+    assert packing(of_lengths(8, 8, 8, 7), 2) is None  # a row of padding stays
+    assert packing(of_lengths(8, 0, 1, 1), 2) is None  # who sees nothing sees padding as well
+    assert packing(of_lengths(8, 5, 6, 6).expand(-1, -1, 8, -1), 2) is None  # a row each
     assert packing(None, 2) is None
+
+
+@pytest.mark.parametrize(("length", "rows"), [(1, 17), (15, 248), (16, 272), (100, 1664)])
+def test_few_numbers_of_rows_occur(length: int, rows: int) -> None:
+    """At most SIZES from one to its double."""
+    packed = packing(of_lengths(*[length] * 16, width=128), 2)
+    assert packed is not None
+    assert len(packed.kept) == rows
 
 
 def test_a_mask_in_16_bits() -> None:
     """Of float32's least number bfloat16 makes minus infinity."""
-    mask = of_lengths(8, 1, 1, 1, 1, 1, 1, 1)
-    packed = packing(mask.bfloat16(), 2)
+    packed = packing(of_lengths(8, 1, 1, 1).bfloat16(), 2)
     assert packed is not None
-    assert len(packed.kept) == module.MULTIPLE
+    assert len(packed.kept) == 12
