@@ -29,7 +29,10 @@ Tensors = Iterable[tuple[str, torch.Tensor]]
 def digest(tensor: torch.Tensor) -> str:
     """Return a hash of a tensor's values and shape; two with the same have the same bits."""
     tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # this rank's share
-    flat = tensor.detach().to_dense().cpu().contiguous().flatten().view(torch.uint8)
+    if tensor.is_sparse:
+        tensor = tensor.detach().coalesce()
+        return digest(tensor.indices()) + digest(tensor.values())
+    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     hashed = xxhash.xxh3_128(f"{tensor.dtype}{list(tensor.shape)}".encode())
     hashed.update(flat.numpy().data)
     return hashed.hexdigest()

@@ -20,7 +20,7 @@ from accel_ft.engine.evaluation import make_eval_loader
 from accel_ft.engine.fitting import DEFAULT_GLOBAL_BATCH_SIZE, fit_micro_batch, longest
 from accel_ft.engine.graphs import Graphs, can_record
 from accel_ft.engine.run import Run
-from accel_ft.engine.step import forward
+from accel_ft.engine.step import forward, unreached
 from accel_ft.errors import ConfigError, DataError, LaunchError, nearest
 from accel_ft.model import load
 from accel_ft.model.embedding import make_sparse, tied_modules
@@ -211,10 +211,7 @@ def _build_model(
         ):
             make_sparse(model)  # NCCL, MPI and DDP's sums over micro-batches want whole ones
     if accelerator.num_processes > 1 and not is_fsdp:
-        forward(model, filler).sum().backward()  # type: ignore[no-untyped-call]
-        named = model.named_parameters()
-        idle = [name for name, p in named if p.requires_grad and p.grad is None]
-        model.zero_grad()
+        idle = unreached(model, forward(model, filler))
         if idle:
             logger.info("no gradient comes to %s: DDP looks for such in each pass", ", ".join(idle))
             accelerator.ddp_handler.find_unused_parameters = True

@@ -45,7 +45,7 @@ def measured_need(accelerator: Accelerator, model: Any, split: Split, pad: Paddi
 
     def loss(count: int) -> torch.Tensor:
         batch = pad([text] * count)
-        batch["attention_mask"][-1, 1:] = 0  # as padding is: a mask needs memory, too
+        batch["attention_mask"][-1, 1:][-1:] = 0  # a mask needs memory; more might be left out
         batch["labels"] = torch.from_numpy(np.repeat(label, count, axis=0))
         batch["weights"] = torch.ones(count)
         batch = {key: value.to(accelerator.device) for key, value in batch.items()}

@@ -18,6 +18,19 @@ def forward(model: nn.Module, batch: Batch) -> torch.Tensor:
     return logits.float()
 
 
+def unreached(model: nn.Module, logits: torch.Tensor) -> list[str]:
+    """Return the names of the trainable parameters that `logits`, with their graph, do not need."""
+    reached, seen, waiting = set(), set(), [logits.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            reached.add(id(getattr(node, "variable", None)))
+            waiting += [below for below, _ in node.next_functions]
+    named = model.named_parameters()
+    return [name for name, p in named if p.requires_grad and id(p) not in reached]
+
+
 def weighted_loss(
     logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, label_smoothing: float
 ) -> torch.Tensor:

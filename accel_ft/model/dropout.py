@@ -69,6 +69,7 @@ class _Dropout(torch.autograd.Function):
         return keep(values, kept, torch.empty_like(values)).mul_(ctx.scale)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         (kept,) = ctx.saved_tensors
         gradient = torch.empty_like(gradients[0])

@@ -44,7 +44,7 @@ def reads_first_token(model: Any) -> bool:
 def leave_out_the_rest(model: Any) -> None:
     """Let the last layer of a classifier compute the first token alone, where it reads no other.
     Its last hidden states are [B, 1, D] then. Where attention is eager, as on a CPU that trains,
-    its other layers do as `layer.py` says.
+    its other layers do as `layer.py` says, and hand on [N, D], without padding.
 
     To be called once, before anything wraps the model.
     """

@@ -78,7 +78,9 @@ def in_one_piece(layer: Any, packs: bool = False) -> None:
 
 def packing_of(layer: Any, attention_mask: torch.Tensor | None) -> Packing | None:
     """Return what of a batch's tokens a layer that packs takes."""
-    return packing(attention_mask, attention_of(layer).config.num_attention_heads)
+    has_version = attention_mask is not None and not attention_mask.is_inference()
+    version = attention_mask._version if has_version else 0  # type: ignore[union-attr]
+    return packing(attention_mask, attention_of(layer).config.num_attention_heads, version)
 
 
 def unpacked(layer: Any, tokens: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
@@ -125,7 +127,8 @@ def forward(
         return type(layer).forward(layer, tokens, attention_mask, *others, **kwargs)  # type: ignore[no-any-return]
     packed = packing_of(layer, attention_mask) if packs else None
     if packed and tokens.ndim == 3:
-        tokens = pack(tokens, packed)
+        packed = packed if packed.batch == tokens.shape[:2] else None  # one row for all texts
+        tokens = pack(tokens, packed) if packed else tokens
     kind = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else tokens.dtype
     if attention_mask is not None:
         least = max(torch.finfo(each).min for each in (kind, attention_mask.dtype))

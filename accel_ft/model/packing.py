@@ -27,13 +27,14 @@ class Packing(NamedTuple):
 
 
 @lru_cache(maxsize=1)  # a batch's layers ask one after the other, with the same mask
-def packing(mask: torch.Tensor | None, heads: int) -> Packing | None:
+def packing(mask: torch.Tensor | None, heads: int, version: int = 0) -> Packing | None:
     """Return which tokens to keep: all but padding, which no token sees, and of padding the first
     token of each text and at least one more. None where that saves nothing.
 
     Args:
         mask: added to the scores, [B, 1, 1, S]; else None is returned.
         heads: H.
+        version: of the mask, which may be changed in place.
     """
     if mask is None or mask.ndim != 4 or mask.shape[1:3] != (1, 1):
         return None

@@ -1,18 +1,29 @@
 """What is not computed of padding is missed by nobody."""
 
 import copy
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from conftest import job_words
 from test_first_token import DROPOUT, classifier
 from torch.utils.checkpoint import checkpoint
 
+from accel_ft.config import TrainConfig
+from accel_ft.data.loader import Padding
+from accel_ft.data.splits import load_splits
+from accel_ft.engine.fitting import measured_need
 from accel_ft.model import layer as layers
 from accel_ft.model.first_token import KINDS, leave_out_the_rest
+from accel_ft.model.load import load_tokenizer
 from accel_ft.model.packing import packing
+from accel_ft.model.plain import plain_model
+from accel_ft.settings import parse
 
 LEAST = torch.finfo(torch.float32).min
 LENGTHS = (11, 3, 7, 1, 10)
@@ -145,3 +156,39 @@ def test_a_mask_in_16_bits() -> None:
     packed = packing(of_lengths(8, 1, 1, 1).bfloat16(), 2)
     assert packed is not None
     assert len(packed.kept) == 12
+
+
+def test_a_mask_that_is_changed_in_place() -> None:
+    ours, whole, _ = pair("bert")
+    given = batch()
+    mask = torch.zeros(5, 1, 1, 11, dtype=torch.float64)
+    mask.masked_fill_(given["attention_mask"][:, None, None] == 0, torch.finfo(mask.dtype).min)
+    for _ in range(2):
+        assert_same(ours, whole, given | {"attention_mask": mask})
+        mask[1, ..., 1:] = torch.finfo(mask.dtype).min
+        mask[3] = 0
+        ours.zero_grad()
+        whole.zero_grad()
+
+
+def test_a_mask_for_all_texts() -> None:
+    ours, whole, rows = pair("bert")
+    mask = torch.zeros(1, 1, 1, 11, dtype=torch.float64)
+    mask[..., 6:] = torch.finfo(mask.dtype).min
+    assert_same(ours, whole, batch() | {"attention_mask": mask})
+    assert rows == [55] * 3
+
+
+def test_the_worst_micro_batch_is_measured_whole(
+    tiny_model: Path, rows_file: Path, odd_file: Path
+) -> None:
+    """What `per_device_train_batch_size: auto` finds must hold for texts without padding, too."""
+    words = job_words(tiny_model, rows_file, odd_file, Path("unused"))
+    config, tokenizer = parse(TrainConfig, words, "train"), load_tokenizer(str(tiny_model))
+    cpu, split = torch.device("cpu"), load_splits(config, tokenizer).train
+    model, _ = plain_model(config, cpu, list("abcd"), tokenizer)
+    accelerator: Any = SimpleNamespace(device=cpu, autocast=nullcontext)
+    with mock.patch.object(layers, "pack", side_effect=AssertionError):
+        need = measured_need(accelerator, model.train(), split, Padding(tokenizer, 64, cpu))
+    assert need.fixed >= 0
+    assert need.per_row > 0

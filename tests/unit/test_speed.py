@@ -42,6 +42,15 @@ def test_dropout_is_dropout(p: float, dtype: torch.dtype) -> None:
         assert (shares - (1 - p)).abs().max() < 6 * (p * (1 - p) / 999) ** 0.5
 
 
+def test_a_second_derivative_of_dropout_is_refused() -> None:
+    """Its bits have no graph."""
+    values = torch.ones(99, requires_grad=True)
+    out = fast.dropout(values * values, 0.1, True).square().sum()
+    (first,) = torch.autograd.grad(out, values, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
 def test_a_byte_of_each_element_is_kept_for_the_backward_pass() -> None:
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
