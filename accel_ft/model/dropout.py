@@ -51,6 +51,11 @@ def draw_kept(shape: torch.Size, dropped: int, generator: np.random.SFC64) -> to
     return torch.from_numpy((slices >= dropped).view(np.uint8)).view(shape)
 
 
+def factor(dropped: int) -> float:
+    """Return what scales the rest to the mean of all."""
+    return LEVELS / (LEVELS - dropped)
+
+
 def keep(values: torch.Tensor, kept: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Write to `out`, and return, the values where `kept` is 1, and 0 where it is 0: a product of
     their bits, for as numbers both would be converted first.
@@ -65,7 +70,7 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, values: torch.Tensor, dropped: int) -> torch.Tensor:
         kept = draw_kept(values.shape, dropped, seeded())
         ctx.save_for_backward(kept)
-        ctx.scale = LEVELS / (LEVELS - dropped)
+        ctx.scale = factor(dropped)
         return keep(values, kept, torch.empty_like(values)).mul_(ctx.scale)
 
     @staticmethod

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from accel_ft.model.dropout import LEVELS, draw_kept, keep, seeded
+from accel_ft.model.dropout import LEVELS, draw_kept, factor, keep, seeded
 from accel_ft.model.packing import Packing, pack, packing, unpack
 
 FEWEST_VECTORISED = 32  # keys, below which torch's softmax of 16-bit floats takes one by one
@@ -85,8 +85,11 @@ def packing_of(layer: Any, attention_mask: torch.Tensor | None) -> Packing | Non
 
 def unpacked(layer: Any, tokens: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
     """[N, D] from a layer that packs, or [B, S, D] -> [B, S, D]."""
-    packed = packing_of(layer, attention_mask) if tokens.ndim == 2 else None
-    return unpack(tokens, packed) if packed else tokens
+    if tokens.ndim == 3:
+        return tokens
+    packed = packing_of(layer, attention_mask)
+    assert packed is not None  # as it was for the layer that packed them
+    return unpack(tokens, packed)
 
 
 def forward(
@@ -173,7 +176,7 @@ class _Layer(torch.autograd.Function):
         dice = seeded() if any(to.dropped) else None
         kept_shares = _drawn(shares, to.dropped[0], dice)
         left = shares if kept_shares is None else keep(shares, kept_shares, scores)
-        got = _together(_product(left, value, _factor(to.dropped[0])), shape, to)  # [N, D]
+        got = _together(_product(left, value, factor(to.dropped[0])), shape, to)  # [N, D]
         del scores, left
 
         given = torch.addmm(b_out, got, w_out.T)
@@ -204,18 +207,18 @@ class _Layer(torch.autograd.Function):
         norm, last = saved[16:22], saved[22:]
 
         d, d_given, *of_last = _add_norm_backward(gradients[0].reshape(-1, shape[-1]), kind, *last)
-        scale = _factor(to.dropped[2])
+        scale = factor(to.dropped[2])
         of_narrow = _linear_backward(d_given, after, d, scale)
-        d_wide = _matrices(d_given, w_narrow, scale)
+        d_wide = _product(d_given, w_narrow, scale)
         torch.ops.aten.gelu_backward.grad_input(d_wide, before, grad_input=d_wide)
         of_wide = _linear_backward(d_wide, y, d)
         d, d_given, *of_norm = _add_norm_backward(d.add_(d_wide @ w_wide), kind, *norm)
-        scale = _factor(to.dropped[1])
+        scale = factor(to.dropped[1])
         of_out = _linear_backward(d_given, got, d, scale)
 
-        d_got = _by_head(_matrices(d_given, w_out, scale), shape, to)
-        factor = _factor(to.dropped[0])
-        d_shares = _product(d_got, value.mT, factor)
+        d_got = _by_head(_product(d_given, w_out, scale), shape, to)
+        of_shares = factor(to.dropped[0])
+        d_shares = _product(d_got, value.mT, of_shares)
         if kept_shares is not None:
             keep(d_shares, kept_shares, d_shares)
         is_vectorised = shape[1] >= FEWEST_VECTORISED
@@ -228,7 +231,7 @@ class _Layer(torch.autograd.Function):
         for a, b, scale, weight in (
             (d_scores, key, to.scaling, w_q),
             (d_scores.mT, query, to.scaling, w_k),
-            (left.mT, d_got, factor, w_v),
+            (left.mT, d_got, of_shares, w_v),
         ):
             gradient = _together(_product(a, b, scale), shape, to)
             of_projections += _linear_backward(gradient, x, d)
@@ -257,13 +260,10 @@ def _together(heads: torch.Tensor, shape: torch.Size, to: Settings) -> torch.Ten
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return a x b x scale, [B x H, ...], rounded once."""
-    product = a.new_empty((a.shape[0], a.shape[1], b.shape[2]))
-    return product.baddbmm_(a, b, beta=0, alpha=scale)  # not in place it copies first
-
-
-def _factor(dropped: int) -> float:
-    return LEVELS / (LEVELS - dropped)
+    """Return a x b x scale, of matrices or of [B x H] each, rounded once."""
+    product = a.new_empty((*a.shape[:-1], b.shape[-1]))  # not in place torch copies first
+    add = product.addmm_ if a.ndim == 2 else product.baddbmm_
+    return add(a, b, beta=0, alpha=scale)
 
 
 def _drawn(like: torch.Tensor, dropped: int, dice: Any) -> torch.Tensor | None:
@@ -283,7 +283,7 @@ def _add_norm(
     kept = _drawn(given, dropped, dice)
     if kept is not None:
         keep(given, kept, given)
-    total = torch.add(residual, given, alpha=_factor(dropped))
+    total = torch.add(residual, given, alpha=factor(dropped))
     normed, mean, scale = torch.native_layer_norm(total, total.shape[1:], weight, bias, eps)
     return normed, (total, mean, scale, kept, weight, bias)
 
@@ -308,11 +308,6 @@ def _add_norm_backward(
     return d_total, d_given, d_weight, d_bias
 
 
-def _matrices(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return a x b x scale, rounded once."""
-    return a.new_empty((a.shape[0], b.shape[1])).addmm_(a, b, beta=0, alpha=scale)
-
-
 def _linear_backward(
     gradient: torch.Tensor, given: torch.Tensor, like: torch.Tensor, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -320,4 +315,4 @@ def _linear_backward(
     of what it gave is gradient x scale.
     """
     of_bias = gradient.sum(0).to(like.dtype)  # first: the gradient has just been made
-    return _matrices(gradient.T, given, scale).to(like.dtype), of_bias.mul_(scale)
+    return _product(gradient.T, given, scale).to(like.dtype), of_bias.mul_(scale)

@@ -2,8 +2,8 @@
 
 A batch [B, S] of texts of unequal length holds tokens that nobody reads. All of a layer but its
 attention looks at one token at a time, and can do without them: it gets [N, D], the tokens that are
-some text's, and a few more: few N are to occur, as for each the CPU library makes, and keeps, its
-kernels of matrix products (5 MiB of MiniLM's).
+some text's, and a few more. For each new N the CPU library makes, and keeps, kernels of matrix
+products (5 MiB of MiniLM's), so that few are to occur.
 
 Legend: B samples, H heads, S tokens, D hidden size, N rows.
 """
