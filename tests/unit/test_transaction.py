@@ -238,3 +238,11 @@ def test_random_numbers_of_another_kind_of_device(
     with caplog.at_level("INFO", logger="accel_ft"):  # a GPU's are saved by its number
         state.load(accelerator, tmp_path, saved | {"device": "cpu", "devices": [5]}, 42, [0])
     assert "resumed by 1 (cpu), on other devices" in caplog.text
+
+
+@pytest.mark.parametrize("text", ['{"step": 3}', "[]", "null", "{", None])
+def test_a_trainer_state_that_is_none_of_ours(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / state.TRAINER_STATE).write_text(text)
+    with pytest.raises(CheckpointError, match=r"no readable trainer_state\.json"):
+        state.read_trainer_state(tmp_path)
