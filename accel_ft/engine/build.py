@@ -146,7 +146,9 @@ def _graphs(
         return Graphs()
     at_once = config.per_device_train_batch_size
     assert at_once != "auto"
-    return Graphs(model.parameters(), at_once * int(pad.widths(np.array([longest(split)]))[0]))
+    most_tokens = at_once * int(pad.widths(np.array([longest(split)]))[0])
+    adds = accelerator.gradient_accumulation_steps > 1
+    return Graphs(model.parameters(), most_tokens, adds)
 
 
 def _warn_of_other_labels(config: TrainConfig, names: list[str], known: list[str]) -> None:

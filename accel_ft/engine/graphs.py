@@ -33,11 +33,16 @@ class Graphs:
         parameters: of the model, which stay where they are in memory, as do their gradients: those
             are to be zeroed in place. None to record nothing.
         most_tokens: of a micro-batch, padding included.
+        adds: gradients, as an update has several micro-batches. Else they are written over, and
+            need not be zeroed.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter] = (), most_tokens: int = 0) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter] = (), most_tokens: int = 0, adds: bool = True
+    ) -> None:
         self.parameters = list(parameters)
         self.most_tokens = most_tokens
+        self.adds = adds
         self.gradients: list[Any] = []
         self.met: set[torch.Size] = set()
         self.recorded: dict[torch.Size, tuple[Batch, Callable[[], Any], torch.Tensor]] = {}
@@ -50,7 +55,7 @@ class Graphs:
         return bool(self.parameters)
 
     def __call__(self, passes: Passes, batch: Batch, scale: float) -> torch.Tensor:
-        """Return the loss that `passes` gives for a micro-batch, with its gradients added.
+        """Return the loss that `passes` gives for a micro-batch, with its gradients put in place.
 
         Args:
             passes: forward and backward, of a batch and the factor of its loss, a number or a
@@ -69,13 +74,13 @@ class Graphs:
             there = any(gradient is not None for gradient in gradients)
             if shape not in self.met or not there or self._is_full():
                 self.met.add(shape)
-                return passes(batch, scale)
+                return self._pass(passes, batch, scale)
             if not self.recorded:
                 logger.info("micro-batches run as CUDA graphs, one for each shape")
             self.gradients = gradients
             inputs = {name: tensor.clone() for name, tensor in batch.items()}
             inputs["scale"] = inputs["weights"].new_empty(())
-            work = partial(self._add_at_once, passes, inputs)
+            work = partial(self._pass, passes, inputs, inputs["scale"])
             self.recorded[shape] = (inputs, *self._record(work))
         inputs, replay, loss = self.recorded[shape]
         for name, tensor in inputs.items():
@@ -94,16 +99,20 @@ class Graphs:
         self.pool = graph.pool()
         return graph.replay, result
 
-    def _add_at_once(self, passes: Passes, inputs: Batch) -> torch.Tensor:
-        """Do the passes, and add all gradients in a few kernels; autograd takes one for each."""
+    def _pass(self, passes: Passes, batch: Batch, scale: Any) -> torch.Tensor:
+        """Do the passes, and add or write all gradients in a few kernels; autograd takes one for
+        each.
+        """
         held: list[Any] = [(p, p.grad) for p in self.parameters if p.grad is not None]
         for parameter, _ in held:
             parameter.grad = None
         try:
-            loss = passes(inputs, inputs["scale"])
-            torch._foreach_add_([gradient for _, gradient in held], [p.grad for p, _ in held])
+            loss = passes(batch, scale)
+            if held:
+                put = torch._foreach_add_ if self.adds else torch._foreach_copy_
+                put([gradient for _, gradient in held], [p.grad for p, _ in held])
         except Exception as error:
-            error.add_note("It is recorded as a CUDA graph; --cuda_graphs false does without.")
+            error.add_note("--cuda_graphs false does without CUDA graphs.")
             raise
         finally:
             for parameter, gradient in held:

@@ -44,7 +44,8 @@ def update(run: Run) -> None:
     healthy = all_finite(run, losses, grad_norm)  # on every rank, before the weights move
     if healthy:
         optimizer.step()
-    optimizer.zero_grad(set_to_none=not run.graphs.are_used)
+    if run.graphs.adds:
+        optimizer.zero_grad(set_to_none=not run.graphs.are_used)
     if healthy or may_skip(run):
         run.after_update()
     else:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from accel_ft.model.layer import attention_of, in_one_piece, projections, unpacked
 
@@ -44,7 +45,8 @@ def reads_first_token(model: Any) -> bool:
 def leave_out_the_rest(model: Any) -> None:
     """Let the last layer of a classifier compute the first token alone, where it reads no other.
     Its last hidden states are [B, 1, D] then. Where attention is eager, as on a CPU that trains,
-    its other layers do as `layer.py` says, and hand on [N, D], without padding.
+    its other layers do as `layer.py` says, and hand on [N, D], without padding; elsewhere they do
+    as `all_ask` says.
 
     To be called once, before anything wraps the model.
     """
@@ -53,8 +55,12 @@ def leave_out_the_rest(model: Any) -> None:
     config, base = model.config, model.base_model
     attention_path = config._attn_implementation
     layers = (base.transformer if config.model_type == "distilbert" else base.encoder).layer
-    for layer in layers[:-1] if attention_path == "eager" else ():
-        in_one_piece(layer, packs=True)
+    for layer in layers[:-1]:
+        if attention_path == "eager":
+            in_one_piece(layer, packs=True)
+        else:
+            others = attention_of(layer)
+            others.forward = partial(all_ask, others)
     attention = attention_of(layers[-1])
     attention.forward = partial(one_asks, attention)  # a method would not be unpickled
     layers[-1].register_forward_pre_hook(_first_token, with_kwargs=True)
@@ -133,3 +139,44 @@ def one_asks(
         got = got + shares.sum(-1).T[..., None] * value.bias.view(-1, 1, size)  # [H, B, size]
     attended = got.transpose(0, 1).reshape(token.shape[0], 1, -1).to(all_tokens.dtype)
     return (self.out_lin(attended) if hasattr(self, "out_lin") else attended), shares[:, :, None]
+
+
+def all_ask(
+    self: Any,
+    tokens: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *others: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The forward pass of another layer's module of self-attention: query, key and value in one
+    product. Autocast casts the tokens once, where it keeps a copy for each of three, and one product
+    adds up their gradient, where three were cast back and added.
+
+    Args:
+        self: the module.
+        tokens: [B, S, D].
+        attention_mask: bool, what may be seen; of a shape that broadcasts to [B, H, S, S].
+        others: for the class alone, which computes where there are adapters, or another attention
+            is asked for since.
+        kwargs: for the attention.
+
+    Returns:
+        What the module returns: [B, S, D], and the weights, if they are asked for.
+    """
+    modules = projections(self)
+    is_plain = all(type(module) is nn.Linear for module in modules)
+    if others or not is_plain or self.config._attn_implementation != "sdpa":
+        given: tuple[torch.Tensor, torch.Tensor | None] = type(self).forward(
+            self, tokens, attention_mask, *others, **kwargs
+        )
+        return given
+    weight = torch.cat([module.weight for module in modules])
+    made = F.linear(tokens, weight, torch.cat([module.bias for module in modules]))
+    by_head = made.view(*tokens.shape[:2], 3, -1, self.attention_head_size)
+    query, key, value = (each.transpose(1, 2) for each in by_head.unbind(2))
+    dropped = self.dropout.p if self.training else 0.0
+    attended, weights = sdpa_attention_forward(
+        self, query, key, value, attention_mask, dropout=dropped, scaling=self.scaling, **kwargs
+    )
+    attended = attended.flatten(2)
+    return (self.out_lin(attended) if hasattr(self, "out_lin") else attended), weights

@@ -217,7 +217,9 @@ def test_what_a_job_on_one_gpu_gets(tiny_model: Path, rows_file: Path, odd_file:
     split = load_splits(config, tokenizer).train
     model_config = load.load_model_config(str(tiny_model), num_labels=4)
     model, _ = load.load_for_training(str(tiny_model), model_config, torch.device("cpu"))
-    unwrap = SimpleNamespace(unwrap_model=lambda model, **_: model)
+    unwrap = SimpleNamespace(
+        unwrap_model=lambda model, **_: model, gradient_accumulation_steps=1
+    )
 
     def made_for(device: str, config: TrainConfig) -> Graphs:
         unwrap.device = torch.device(device)
