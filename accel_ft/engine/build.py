@@ -24,6 +24,7 @@ from accel_ft.engine.step import forward, unreached
 from accel_ft.errors import ConfigError, DataError, LaunchError, nearest
 from accel_ft.model import load
 from accel_ft.model.embedding import make_sparse, tied_modules
+from accel_ft.model.first_token import takes_texts_end_to_end
 from accel_ft.model.optim import (
     allocate_state,
     make_optimizer,
@@ -92,7 +93,7 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     num_steps = config.updates(plan.steps_per_epoch)
     _warn_of_idle_keys(config, num_steps)
     watch.stage("model")
-    model, counts, optimizer, scheduler = _build_model(
+    model, counts, optimizer, scheduler, end_to_end = _build_model(
         config, accelerator, watch, splits, tokenizer, pad, num_steps
     )
     identity = {
@@ -117,7 +118,7 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
         tokenizer=tokenizer,
         optimizer=optimizer,
         scheduler=scheduler,
-        train_batches=Batches(splits.train, pad, num_steps * num_micro_batches, places),
+        train_batches=Batches(splits.train, pad, num_steps * num_micro_batches, places, end_to_end),
         validation_loader=eval_loader(splits.validation),
         test_loader=None if splits.test is None else eval_loader(splits.test),
         splits=splits,
@@ -151,6 +152,14 @@ def _graphs(
     return Graphs(model.parameters(), most_tokens, adds)
 
 
+def _end_to_end(accelerator: Accelerator, pad: Padding, plain: Any) -> bool:
+    """Return whether batches for a plain model are made without padding: on a GPU, and not for
+    compile, which meets a fault in torch's description of the attention (2.11 to 2.13 at least).
+    """
+    on_gpu = accelerator.device.type == "cuda" and not is_compiled()
+    return on_gpu and not pad.left and takes_texts_end_to_end(plain)
+
+
 def _warn_of_other_labels(config: TrainConfig, names: list[str], known: list[str]) -> None:
     if len(known) == len(names) and known != names and config.problem_type != "regression":
         pairs = ", ".join(f"{a} -> {b}" for a, b in zip(known, names, strict=True))
@@ -168,9 +177,9 @@ def _build_model(
     tokenizer: Any,
     pad: Padding,
     num_steps: int,
-) -> tuple[Any, list[int], Any, Any]:
+) -> tuple[Any, list[int], Any, Any, bool]:
     """Return the model, prepared, how many of its parameters are frozen and trained, the optimizer,
-    prepared, and the schedule.
+    prepared, the schedule, and whether the model takes texts end to end.
     """
     model, drawn = plain_model(config, accelerator.device, splits.label_names, tokenizer)
     wanted, published = config.resume_from_checkpoint, config.output_dir / "checkpoints"
@@ -183,6 +192,7 @@ def _build_model(
             "%s reads padding as it does text: what it makes of a row depends on the rows beside "
             "it, and the curve on the split into micro-batches", type(plain).__name__,
         )  # fmt: skip
+    end_to_end = _end_to_end(accelerator, pad, plain)
     counts = [0, 0]
     for parameter in model.parameters():  # now: of FSDP1's, each rank sees a share only
         counts[parameter.requires_grad] += parameter.numel()
@@ -229,7 +239,7 @@ def _build_model(
         forward(model, inputs).sum().backward()  # type: ignore[no-untyped-call]
         optimizer.optimizer.zero_grad()  # accelerate's does nothing where a `fit` was cut short
     set_seed(config.seed, device_specific=True)  # other dropout on every rank
-    return model, counts, optimizer, scheduler
+    return model, counts, optimizer, scheduler, end_to_end
 
 
 def _resolve_batch(

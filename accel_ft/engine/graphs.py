@@ -21,6 +21,7 @@ from accel_ft.model.first_token import reads_first_token
 logger = logging.getLogger(__name__)
 
 Passes = Callable[[Batch, Any], torch.Tensor]
+Shapes = tuple[torch.Size, ...]  # of a batch's tensors
 
 MOST = 64  # graphs: all widths up to 512 tokens
 SHARE = 1 / 3  # of the memory there is: where the run may need more, the graphs' own might not fit
@@ -30,11 +31,10 @@ class Graphs:
     """Passes over micro-batches, recorded where there is anything to record for.
 
     Args:
-        parameters: of the model, which stay where they are in memory, as do their gradients: those
-            are to be zeroed in place. None to record nothing.
+        parameters: of the model, which stay where they are in memory, as do their gradients. None
+            to record nothing.
         most_tokens: of a micro-batch, padding included.
-        adds: gradients, as an update has several micro-batches. Else they are written over, and
-            need not be zeroed.
+        adds: gradients, as an update has several micro-batches; else they are written over.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class Graphs:
         self.most_tokens = most_tokens
         self.adds = adds
         self.gradients: list[Any] = []
-        self.met: set[torch.Size] = set()
-        self.recorded: dict[torch.Size, tuple[Batch, Callable[[], Any], torch.Tensor]] = {}
+        self.met: dict[Shapes, int] = {}  # with the tokens of each
+        self.recorded: dict[Shapes, tuple[Batch, Callable[[], Any], torch.Tensor]] = {}
         self.pool: Any = None  # of memory, which they share, as they run one after the other
         self.stream: Any = None  # that they are recorded on
 
@@ -63,7 +63,7 @@ class Graphs:
             batch: on the device.
             scale: the factor.
         """
-        shape = batch["input_ids"].shape
+        shape = tuple(tensor.shape for tensor in batch.values())
         if not self.are_used:
             return passes(batch, scale)
         gradients = [parameter.grad for parameter in self.parameters]
@@ -73,7 +73,7 @@ class Graphs:
         if shape not in self.recorded:
             there = any(gradient is not None for gradient in gradients)
             if shape not in self.met or not there or self._is_full():
-                self.met.add(shape)
+                self.met[shape] = batch["input_ids"].numel()
                 return self._pass(passes, batch, scale)
             if not self.recorded:
                 logger.info("micro-batches run as CUDA graphs, one for each shape")
@@ -87,6 +87,11 @@ class Graphs:
             tensor.fill_(scale) if name == "scale" else tensor.copy_(batch[name])
         replay()
         return loss.clone()  # the next replay writes over it
+
+    def clear_gradients(self, optimizer: Any) -> None:
+        """Make ready for the next update."""
+        if self.adds or not self.are_used:
+            optimizer.zero_grad(set_to_none=not self.are_used)
 
     def _record(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], torch.Tensor]:
         """Record what `work` does on the device; return what does it then, and its result."""
@@ -123,7 +128,7 @@ class Graphs:
         """Return whether the longest micro-batch, which may yet come, leaves no room for more."""
         free, _ = torch.cuda.mem_get_info()
         held = torch.cuda.memory_reserved()
-        wanted = held * self.most_tokens / max(shape.numel() for shape in self.met)
+        wanted = held * self.most_tokens / max(self.met.values())
         return len(self.recorded) >= MOST or wanted > SHARE * (free + held)
 
 

@@ -44,8 +44,7 @@ def update(run: Run) -> None:
     healthy = all_finite(run, losses, grad_norm)  # on every rank, before the weights move
     if healthy:
         optimizer.step()
-    if run.graphs.adds:
-        optimizer.zero_grad(set_to_none=not run.graphs.are_used)
+    run.graphs.clear_gradients(optimizer)
     if healthy or may_skip(run):
         run.after_update()
     else:

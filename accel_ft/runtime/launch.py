@@ -8,6 +8,7 @@ launcher's own command line.
 
 import contextlib
 import os
+import signal
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +36,7 @@ from accel_ft.runtime.memory import keep_freed_memory
 
 YES = ("y", "yes", "t", "true", "on", "1")  # as accelerate reads it
 ENVIRONMENT = "the environment"  # where no `accelerate launch` is among the parents
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # that end a run
 COMPILATIONS = 256  # of one function: 24 widths up to 4,096 tokens, trained and evaluated, under
 # FSDP2 for the last layer and the others, with micro-batches of two sizes
 
@@ -175,7 +177,7 @@ def make_training_accelerator(timeout_seconds: float, **kwargs: Any) -> Accelera
     Raises:
         LaunchError: as `make_accelerator`.
     """
-    return make_accelerator(
+    accelerator = make_accelerator(
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
             # Later than the watch, which knows who is missing; NCCL would only abort.
@@ -183,6 +185,23 @@ def make_training_accelerator(timeout_seconds: float, **kwargs: Any) -> Accelera
         ],
         **kwargs,
     )
+    if is_compiled() and accelerator.device.type == "cuda":
+        start_compile_workers()
+    return accelerator
+
+
+def start_compile_workers() -> None:
+    """Start inductor's processes, and spare them the signals that end a run: schedulers send them
+    to all processes, and a compilation waits for ever for one that died. What is blocked here when
+    they start stays blocked there.
+    """
+    spared = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.warm_pool()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, spared)
 
 
 def check_granted(accelerator: Accelerator, model: nn.Module) -> None:

@@ -32,11 +32,10 @@ import torch
 from torch import distributed as dist
 
 from accel_ft.errors import LaunchError, Preempted, RankError, leave_last_words
-from accel_ft.runtime.launch import find_launcher
+from accel_ft.runtime.launch import STOP_SIGNALS, find_launcher
 
 logger = logging.getLogger(__name__)
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAME_SIGNAL_SECONDS = 1.0  # schedulers and launchers both pass a signal on: it arrives twice
 TICK_SECONDS = 0.5
 GRACE_SECONDS = 2.0  # in which the main thread may notice another rank's end, and clean up

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from conftest import ROOT
+from conftest import ROOT, run
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
@@ -52,6 +52,28 @@ def test_compile_does_not_go_on_in_eager_mode(monkeypatch: pytest.MonkeyPatch) -
             scaled(torch.ones(1), [0] * count)
         with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
             scaled(torch.ones(1), [0] * 3)
+
+
+COMPILE_WORKERS = """
+import os, signal, time
+from accel_ft.runtime.launch import start_compile_workers
+before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+start_compile_workers()
+assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+from torch._inductor.async_compile import AsyncCompile
+pool = AsyncCompile.process_pool()
+pool.submit(time.sleep, 0).result()
+working = pool.submit(time.sleep, 1)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of this process; others' end is what is looked for
+os.killpg(0, signal.SIGTERM)
+working.result(timeout=30)
+"""
+
+
+def test_a_compilation_outlives_a_signal_to_all_processes() -> None:
+    """A scheduler's; it would wait for ever for a worker that died."""
+    env = {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    run("python", "-c", COMPILE_WORKERS, env=env, start_new_session=True)
 
 
 def test_the_launchers_own_file_does_not_count_under_cpu(

@@ -89,12 +89,16 @@ def passes_of(model: nn.Module) -> Callable[[Any, Any], torch.Tensor]:
     return passes
 
 
-def test_losses_and_gradients_of_each_shape_are_those_of_the_passes(made: Made) -> None:
-    """A parameter that no pass reaches gets no gradient; a loss is not written over by the next."""
+@pytest.mark.parametrize("adds", [True, False])
+def test_losses_and_gradients_of_each_shape_are_those_of_the_passes(made: Made, adds: bool) -> None:
+    """Those of several micro-batches are added up, those of a sole one are written over. A
+    parameter that no pass reaches gets no gradient; a loss is not written over by the next.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1)).double()
     model.idle = nn.Parameter(torch.ones(2))
-    passes, graphs, plain = passes_of(model), Graphs(model.parameters()), Graphs()
+    passes, plain = passes_of(model), Graphs()
+    graphs, optimizer = Graphs(model.parameters(), adds=adds), torch.optim.SGD(model.parameters())
     shapes = [(4, 8), (4, 16), (4, 8), (4, 16), (3, 8), (4, 8), (4, 8)]
     batches = [batch_of(*shape) for shape in shapes]
     found = []
@@ -102,11 +106,15 @@ def test_losses_and_gradients_of_each_shape_are_those_of_the_passes(made: Made) 
         model.zero_grad()
         losses = []
         for update in range(2):
-            losses += [used(passes, batch, 0.5 + update) for batch in batches]
-            gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.zero_()
+            gradients = []
+            for number, batch in enumerate(batches, 1):
+                losses.append(used(passes, batch, 0.5 + update))
+                if not adds or number == len(batches):
+                    held = [p.grad for p in model.parameters() if p.grad is not None]
+                    gradients += [gradient.clone() for gradient in held]
+                    used.clear_gradients(optimizer)
+                    if used is graphs:
+                        assert all(bool(gradient.any()) != adds for gradient in held)
         found.append((torch.stack(losses), *gradients))
     torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=0)
     assert model.idle.grad is None
@@ -217,9 +225,7 @@ def test_what_a_job_on_one_gpu_gets(tiny_model: Path, rows_file: Path, odd_file:
     split = load_splits(config, tokenizer).train
     model_config = load.load_model_config(str(tiny_model), num_labels=4)
     model, _ = load.load_for_training(str(tiny_model), model_config, torch.device("cpu"))
-    unwrap = SimpleNamespace(
-        unwrap_model=lambda model, **_: model, gradient_accumulation_steps=1
-    )
+    unwrap = SimpleNamespace(unwrap_model=lambda model, **_: model, gradient_accumulation_steps=1)
 
     def made_for(device: str, config: TrainConfig) -> Graphs:
         unwrap.device = torch.device(device)
