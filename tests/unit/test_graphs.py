@@ -236,6 +236,9 @@ def test_what_a_job_on_one_gpu_gets(tiny_model: Path, rows_file: Path, odd_file:
     longest = max(len(row[0]) for row in split.tokens(np.arange(len(split))))
     assert graphs.most_tokens == 4 * -(-longest // 8) * 8
     assert len(graphs.parameters) == len(list(model.parameters()))
+    assert not graphs.adds
+    unwrap.gradient_accumulation_steps = 2
+    assert made_for("cuda", config).adds
     assert not made_for("cpu", config).are_used
     assert not made_for("cuda", config.resolved(cuda_graphs=False)).are_used
 
