@@ -90,7 +90,7 @@ class Graphs:
 
     def clear_gradients(self, optimizer: Any) -> None:
         """Make ready for the next update."""
-        if self.adds or not self.are_used:
+        if self.adds:
             optimizer.zero_grad(set_to_none=not self.are_used)
 
     def _record(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], torch.Tensor]:

@@ -71,12 +71,14 @@ def test_logits_and_gradients_are_those_of_a_rectangle(
 
 
 def test_a_batch_end_to_end(pad: Padding) -> None:
-    batch = pad.end_to_end(rows_of(20, 3, 17, types=True))
+    batch = pad.end_to_end(rows_of(20, 3, 18, types=True))
     ids, starts = batch["input_ids"][0], batch["cu_seq_lens_q"]
     assert torch.equal(ids[:20], torch.from_numpy(rows_of(20)[0][0]).long())
-    assert starts.tolist() == [0, 20, 23, 40, 40]  # of padding a text of no tokens
-    assert batch["attention_mask"].sum(1).tolist() == [20, 3, 17]
-    assert torch.equal(batch["token_type_ids"], batch["input_ids"] % 2)
+    assert ids[41:].tolist() == [1] * 7
+    assert starts.tolist() == [0, 20, 23, 41, 48]
+    assert batch["attention_mask"].sum(1).tolist() == [20, 3, 18]
+    assert torch.equal(batch["token_type_ids"][0, :41], ids[:41] % 2)
+    assert pad.end_to_end(rows_of(20, 20))["cu_seq_lens_q"].tolist() == [0, 20, 40, 40]
 
 
 def test_few_numbers_of_tokens_and_little_padding(pad: Padding) -> None:
@@ -96,11 +98,13 @@ def test_few_numbers_of_tokens_and_little_padding(pad: Padding) -> None:
         assert len(sizes) <= least // step + 1
 
 
-def test_dropout_is_on_in_training_alone(pad: Padding) -> None:
+@pytest.mark.parametrize("flat", [False, True])
+def test_dropout_is_on_in_training_alone(flat: bool, pad: Padding) -> None:
+    """That of the attention of all layers but the last."""
     model = classifier("bert", "sdpa", **dict.fromkeys(DROPOUT, 0.0) | {DROPOUT[1]: 0.5})
     leave_out_the_rest(model)
     model.bert.encoder.layer[-1].attention.self.dropout.p = 0.0
-    batch = pad.end_to_end(rows_of(9, 5, 12))
+    batch = (pad.end_to_end if flat else pad)(rows_of(9, 5, 12))
     for training in (True, False):
         model.train(training)
         assert torch.equal(*[model(**batch).logits for _ in range(2)]) != training
