@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
@@ -22,7 +23,7 @@ from accel_ft.engine.graphs import Graphs, can_record
 from accel_ft.engine.run import Run
 from accel_ft.engine.step import forward, unreached
 from accel_ft.errors import ConfigError, DataError, LaunchError, nearest
-from accel_ft.model import load
+from accel_ft.model import load, varlen
 from accel_ft.model.embedding import make_sparse, tied_modules
 from accel_ft.model.first_token import takes_texts_end_to_end
 from accel_ft.model.optim import (
@@ -40,6 +41,7 @@ from accel_ft.runtime.watch import Watch
 
 logger = logging.getLogger(__name__)
 
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CHOOSES = ("load_best_model_at_end", "early_stopping_patience")
 NEEDS = {  # keys that do nothing without one of others
     **dict.fromkeys(("lora_alpha", "lora_dropout", "lora_target_modules"), ("lora_r",)),
@@ -156,8 +158,11 @@ def _end_to_end(accelerator: Accelerator, pad: Padding, plain: Any) -> bool:
     """Return whether batches for a plain model are made without padding: on a GPU, and not for
     compile, which meets a fault in torch's description of the attention (2.11 to 2.13 at least).
     """
-    on_gpu = accelerator.device.type == "cuda" and not is_compiled()
-    return on_gpu and not pad.left and takes_texts_end_to_end(plain)
+    device = accelerator.device
+    if device.type != "cuda" or is_compiled() or pad.left or not takes_texts_end_to_end(plain):
+        return False
+    kind = PRECISIONS.get(accelerator.mixed_precision, torch.float32)
+    return varlen.is_supported(plain.config, device, kind)
 
 
 def _warn_of_other_labels(config: TrainConfig, names: list[str], known: list[str]) -> None:

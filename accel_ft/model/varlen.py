@@ -8,8 +8,11 @@ values, so that shapes come again.
 Legend: B texts, K texts of padding, S tokens at most of a text, H heads, D hidden size, N tokens.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from torch.backends.cuda import SDPAParams, can_use_efficient_attention
 
 
 def places(starts: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,6 +37,15 @@ def rectangle(tokens: torch.Tensor, starts: torch.Tensor, size: tuple[int, int])
     """
     row = starts[: size[0], None] + torch.arange(size[1], device=starts.device)
     return F.embedding(row.clamp(max=tokens.shape[1] - 1), tokens[0])
+
+
+def is_supported(config: Any, device: torch.device, kind: torch.dtype) -> bool:
+    """Return whether a device has the kernel for heads of a model's size, and the kind of number
+    that they compute in.
+    """
+    heads = config.num_attention_heads
+    one = torch.empty(1, heads, 8, config.hidden_size // heads, dtype=kind, device=device)
+    return can_use_efficient_attention(SDPAParams(one, one, one, None, 0.1, False, False))
 
 
 def attend(

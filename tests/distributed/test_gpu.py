@@ -146,7 +146,11 @@ def test_the_doctor_finds_nothing(
 
 TEXTS = """
 import torch
-from accel_ft.model.varlen import attend
+from types import SimpleNamespace
+from accel_ft.model.varlen import attend, is_supported
+for size, kind, there in ((32, torch.bfloat16, True), (33, torch.bfloat16, False)):
+    config = SimpleNamespace(num_attention_heads=4, hidden_size=4 * size)
+    assert is_supported(config, torch.device("cuda"), kind) == there
 starts = torch.tensor([0, 20, 23, 40, 56, 64, 64], dtype=torch.int32)
 given, wanted = torch.randn(1, 64, 3, 4, 32), torch.randn(1, 64, 128)
 found = []

@@ -22,6 +22,7 @@ from accel_ft.engine import build
 from accel_ft.engine.graphs import Graphs
 from accel_ft.model import load
 from accel_ft.model.first_token import KINDS, leave_out_the_rest, takes_texts_end_to_end
+from accel_ft.model.varlen import is_supported
 from accel_ft.train import main
 
 
@@ -155,6 +156,7 @@ def test_a_run_has_the_same_curve(
         ({"path": "eager"}, False),
         ({"kind": "albert"}, False),
         ({"backend": "inductor"}, False),
+        ({"precision": "fp16"}, False),
     ],
     ids=str,
 )
@@ -162,10 +164,26 @@ def test_what_gets_it(
     given: dict[str, Any], is_done: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", given.get("backend", "no"))
-    accelerator: Any = SimpleNamespace(device=given.get("device", torch.device("cuda")))
+    accelerator: Any = SimpleNamespace(
+        device=given.get("device", torch.device("cuda")),
+        mixed_precision=given.get("precision", "bf16"),
+    )
+    asked = []
+
+    def is_supported(config: Any, device: torch.device, kind: torch.dtype) -> bool:
+        asked.append(config)
+        return kind == torch.bfloat16
+
+    monkeypatch.setattr(build.varlen, "is_supported", is_supported)
     model = classifier(given.get("kind", "bert"), given.get("path", "sdpa"))
     padding: Any = SimpleNamespace(left=given.get("left", False))
     assert build._end_to_end(accelerator, padding, model) == is_done
+    assert asked == [model.config] * (is_done or "precision" in given)
+
+
+@pytest.mark.parametrize("kind", ["bert", "distilbert"])
+def test_a_device_without_the_kernel(kind: str) -> None:
+    assert not is_supported(classifier(kind).config, torch.device("cpu"), torch.bfloat16)
 
 
 def test_other_models_do_not() -> None:
