@@ -47,8 +47,7 @@ class Batches(Dataset[Batch]):
         return self.count
 
     def __getitem__(self, number: int) -> Batch:
-        make = self.pad.end_to_end if self.end_to_end else self.pad
-        return collate(self.split, self.places(number), self.pad, make)
+        return collate(self.split, self.places(number), self.pad, self.end_to_end)
 
 
 def train_places(plan: Plan, num_micro_batches: int, number: int) -> Ids:
@@ -144,20 +143,13 @@ class Padding:
         }
 
 
-def collate(
-    split: Split, places: Ids, pad: Padding, make: Callable[..., Batch] | None = None
-) -> Batch:
+def collate(split: Split, places: Ids, pad: Padding, end_to_end: bool = False) -> Batch:
     """Make the tensors of one micro-batch.
-
-    Args:
-        split, places: what is in it.
-        pad: makes a rectangle of its rows.
-        make: makes something else of them.
 
     An empty one, which keeps all ranks in step, becomes an empty text with weight 0 and place -1.
 
     Returns:
-        input_ids, attention_mask: int64 [B, T]; labels: as `Split.labels` has them; weights:
+        input_ids, attention_mask: int64 [B, T], or as `Padding.end_to_end` has them; labels: as `Split.labels` has them; weights:
             float32 [B], what a sample counts in the loss; places: int64 [B].
     """
     real = places if len(places) else np.zeros(1, np.int64)
@@ -165,7 +157,7 @@ def collate(
     if len(places) == 0:
         rows, labels, weights = [pad.empty_text[: len(rows[0])]], 0 * labels, 0 * weights
         places = np.full(1, -1)
-    return (make or pad)(rows) | {
+    return (pad.end_to_end(rows) if end_to_end else pad(rows)) | {
         "labels": torch.from_numpy(labels),
         "weights": torch.from_numpy(weights.astype(np.float32)),
         "places": torch.from_numpy(np.array(places)),
