@@ -29,25 +29,18 @@ class Batches(Dataset[Batch]):
         pad: makes them a rectangle.
         count: of micro-batches.
         places: gives the places of micro-batch 0, 1, ...; picklable.
-        end_to_end: whether to leave out padding, see `Padding.end_to_end`.
     """
 
     def __init__(
-        self,
-        split: Split,
-        pad: "Padding",
-        count: int,
-        places: Callable[[int], Ids],
-        end_to_end: bool = False,
+        self, split: Split, pad: "Padding", count: int, places: Callable[[int], Ids]
     ) -> None:
         self.split, self.pad, self.count, self.places = split, pad, count, places
-        self.end_to_end = end_to_end
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, number: int) -> Batch:
-        return collate(self.split, self.places(number), self.pad, self.end_to_end)
+        return collate(self.split, self.places(number), self.pad)
 
 
 def train_places(plan: Plan, num_micro_batches: int, number: int) -> Ids:
@@ -79,10 +72,10 @@ class Padding:
         steps = np.arange(8, longest + 8, 8, dtype=np.int64)
         if device.type == "cpu":
             steps = np.concatenate([steps, np.arange(2, 32, 2), np.arange(32, 64, 4)])
-        powers = 2 ** np.arange(4, max(longest, 16).bit_length() + 1)
-        few = np.concatenate([powers, powers // 2 * 3])
-        self._few_widths = np.unique(np.minimum(few, longest))
-        self._widths = self._few_widths if compiled else np.unique(np.minimum(steps, longest))
+        if compiled:
+            powers = 2 ** np.arange(4, max(longest, 16).bit_length() + 1)
+            steps = np.concatenate([powers, powers // 2 * 3])
+        self._widths = np.unique(np.minimum(steps, longest))
 
     def widths(self, lengths: NDArray[np.integer]) -> Ids:
         """Return the least allowed width of each length [k], int64 [k]."""
@@ -112,44 +105,14 @@ class Padding:
         tensors = torch.from_numpy(padded)
         return {name: tensor.clone() for name, tensor in zip(names, tensors, strict=True)}
 
-    def end_to_end(self, rows: list[NDArray[np.int32]]) -> Batch:
-        """Lay rows of token ids end to end, without padding between them, for a GPU.
 
-        Of K texts of padding at the end, none longer than the others may be, some are empty: they
-        bring N to eight values, of many tokens sixteen, from any number to its double.
-
-        Returns:
-            input_ids and token_type_ids, int64 [1, N]; cu_seq_lens_q, int32 [B + K + 1], where each
-            text begins, and the end; attention_mask, int64 [B, S], of the rectangle.
-        """
-        lengths = np.array([ids.shape[1] for ids in rows])
-        num_tokens = int(lengths.sum())
-        width = int(self._few_widths[np.searchsorted(self._few_widths, lengths.max())])
-        step = max(2 ** (num_tokens.bit_length() - (4 if num_tokens < 2**13 else 5)), 8)
-        padded = np.zeros((len(rows[0]), -(-num_tokens // step) * step), np.int64)
-        padded[0] = self.token_id
-        padded[:, :num_tokens] = np.concatenate(rows, axis=1)
-        ends = num_tokens + width * np.arange(1, -(-step // width) + 1)
-        starts = np.concatenate([[0], lengths.cumsum(), ends]).clip(max=padded.shape[1])
-        names = ("input_ids", "token_type_ids")[: len(padded)]
-        batch = {
-            name: torch.from_numpy(ids[None].copy())
-            for name, ids in zip(names, padded, strict=True)
-        }
-        mask = np.arange(width) < lengths[:, None]
-        return batch | {
-            "attention_mask": torch.from_numpy(mask.astype(np.int64)),
-            "cu_seq_lens_q": torch.from_numpy(starts.astype(np.int32)),
-        }
-
-
-def collate(split: Split, places: Ids, pad: Padding, end_to_end: bool = False) -> Batch:
+def collate(split: Split, places: Ids, pad: Padding) -> Batch:
     """Make the tensors of one micro-batch.
 
     An empty one, which keeps all ranks in step, becomes an empty text with weight 0 and place -1.
 
     Returns:
-        input_ids, attention_mask: int64 [B, T], or as `Padding.end_to_end` has them; labels: as `Split.labels` has them; weights:
+        input_ids, attention_mask: int64 [B, T]; labels: as `Split.labels` has them; weights:
             float32 [B], what a sample counts in the loss; places: int64 [B].
     """
     real = places if len(places) else np.zeros(1, np.int64)
@@ -157,7 +120,7 @@ def collate(split: Split, places: Ids, pad: Padding, end_to_end: bool = False) -
     if len(places) == 0:
         rows, labels, weights = [pad.empty_text[: len(rows[0])]], 0 * labels, 0 * weights
         places = np.full(1, -1)
-    return (pad.end_to_end(rows) if end_to_end else pad(rows)) | {
+    return pad(rows) | {
         "labels": torch.from_numpy(labels),
         "weights": torch.from_numpy(weights.astype(np.float32)),
         "places": torch.from_numpy(np.array(places)),

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
@@ -23,9 +22,9 @@ from accel_ft.engine.graphs import Graphs, can_record
 from accel_ft.engine.run import Run
 from accel_ft.engine.step import forward, unreached
 from accel_ft.errors import ConfigError, DataError, LaunchError, nearest
-from accel_ft.model import load, varlen
+from accel_ft.model import load
 from accel_ft.model.embedding import make_sparse, tied_modules
-from accel_ft.model.first_token import takes_texts_end_to_end
+from accel_ft.model.first_token import ask_apart
 from accel_ft.model.optim import (
     allocate_state,
     make_optimizer,
@@ -41,7 +40,6 @@ from accel_ft.runtime.watch import Watch
 
 logger = logging.getLogger(__name__)
 
-PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CHOOSES = ("load_best_model_at_end", "early_stopping_patience")
 NEEDS = {  # keys that do nothing without one of others
     **dict.fromkeys(("lora_alpha", "lora_dropout", "lora_target_modules"), ("lora_r",)),
@@ -95,7 +93,7 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     num_steps = config.updates(plan.steps_per_epoch)
     _warn_of_idle_keys(config, num_steps)
     watch.stage("model")
-    model, counts, optimizer, scheduler, end_to_end = _build_model(
+    model, counts, optimizer, scheduler = _build_model(
         config, accelerator, watch, splits, tokenizer, pad, num_steps
     )
     identity = {
@@ -120,7 +118,7 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
         tokenizer=tokenizer,
         optimizer=optimizer,
         scheduler=scheduler,
-        train_batches=Batches(splits.train, pad, num_steps * num_micro_batches, places, end_to_end),
+        train_batches=Batches(splits.train, pad, num_steps * num_micro_batches, places),
         validation_loader=eval_loader(splits.validation),
         test_loader=None if splits.test is None else eval_loader(splits.test),
         splits=splits,
@@ -154,17 +152,6 @@ def _graphs(
     return Graphs(model.parameters(), most_tokens, adds)
 
 
-def _end_to_end(accelerator: Accelerator, pad: Padding, plain: Any) -> bool:
-    """Return whether batches for a plain model are made without padding: on a GPU, and not for
-    compile, which meets a fault in torch's description of the attention (2.11 to 2.13 at least).
-    """
-    device = accelerator.device
-    if device.type != "cuda" or is_compiled() or pad.left or not takes_texts_end_to_end(plain):
-        return False
-    kind = PRECISIONS.get(accelerator.mixed_precision, torch.float32)
-    return varlen.is_supported(plain.config, device, kind)
-
-
 def _warn_of_other_labels(config: TrainConfig, names: list[str], known: list[str]) -> None:
     if len(known) == len(names) and known != names and config.problem_type != "regression":
         pairs = ", ".join(f"{a} -> {b}" for a, b in zip(known, names, strict=True))
@@ -182,9 +169,9 @@ def _build_model(
     tokenizer: Any,
     pad: Padding,
     num_steps: int,
-) -> tuple[Any, list[int], Any, Any, bool]:
+) -> tuple[Any, list[int], Any, Any]:
     """Return the model, prepared, how many of its parameters are frozen and trained, the optimizer,
-    prepared, the schedule, and whether the model takes texts end to end.
+    prepared, and the schedule.
     """
     model, drawn = plain_model(config, accelerator.device, splits.label_names, tokenizer)
     wanted, published = config.resume_from_checkpoint, config.output_dir / "checkpoints"
@@ -197,7 +184,6 @@ def _build_model(
             "%s reads padding as it does text: what it makes of a row depends on the rows beside "
             "it, and the curve on the split into micro-batches", type(plain).__name__,
         )  # fmt: skip
-    end_to_end = _end_to_end(accelerator, pad, plain)
     counts = [0, 0]
     for parameter in model.parameters():  # now: of FSDP1's, each rank sees a share only
         counts[parameter.requires_grad] += parameter.numel()
@@ -218,6 +204,8 @@ def _build_model(
             f"FSDP2: accelerate cannot shard {type(model).__name__}, whose word embedding is in "
             f"several places: {', '.join(tied)}. Fix: DDP"
         )
+    if is_fsdp:
+        ask_apart(model)
     fsdp.configure(accelerator, model)
     filler = collate(splits.train, np.empty(0, np.int64), pad)
     on_cpu = accelerator.device.type == "cpu" and not (is_fsdp or is_compiled())
@@ -244,7 +232,7 @@ def _build_model(
         forward(model, inputs).sum().backward()  # type: ignore[no-untyped-call]
         optimizer.optimizer.zero_grad()  # accelerate's does nothing where a `fit` was cut short
     set_seed(config.seed, device_specific=True)  # other dropout on every rank
-    return model, counts, optimizer, scheduler, end_to_end
+    return model, counts, optimizer, scheduler
 
 
 def _resolve_batch(

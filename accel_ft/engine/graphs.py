@@ -21,7 +21,6 @@ from accel_ft.model.first_token import reads_first_token
 logger = logging.getLogger(__name__)
 
 Passes = Callable[[Batch, Any], torch.Tensor]
-Shapes = tuple[torch.Size, ...]  # of a batch's tensors
 
 MOST = 64  # graphs: all widths up to 512 tokens
 SHARE = 1 / 3  # of the memory there is: where the run may need more, the graphs' own might not fit
@@ -44,8 +43,8 @@ class Graphs:
         self.most_tokens = most_tokens
         self.adds = adds
         self.gradients: list[Any] = []
-        self.met: dict[Shapes, int] = {}  # with the tokens of each
-        self.recorded: dict[Shapes, tuple[Batch, Callable[[], Any], torch.Tensor]] = {}
+        self.met: set[torch.Size] = set()
+        self.recorded: dict[torch.Size, tuple[Batch, Callable[[], Any], torch.Tensor]] = {}
         self.pool: Any = None  # of memory, which they share, as they run one after the other
         self.stream: Any = None  # that they are recorded on
 
@@ -63,25 +62,29 @@ class Graphs:
             batch: on the device.
             scale: the factor.
         """
-        shape = tuple(tensor.shape for tensor in batch.values())
+        shape = batch["input_ids"].shape
         if not self.are_used:
             return passes(batch, scale)
         gradients = [parameter.grad for parameter in self.parameters]
         if any(now is not then for now, then in zip(gradients, self.gradients, strict=False)):
-            self.recorded.clear()  # which add to others
+            self.recorded.clear()  # which put them elsewhere
             self.pool = None
         if shape not in self.recorded:
             there = any(gradient is not None for gradient in gradients)
             if shape not in self.met or not there or self._is_full():
-                self.met[shape] = batch["input_ids"].numel()
-                return self._pass(passes, batch, scale)
+                self.met.add(shape)
+                return self._once(passes, batch, scale)
             if not self.recorded:
                 logger.info("micro-batches run as CUDA graphs, one for each shape")
             self.gradients = gradients
             inputs = {name: tensor.clone() for name, tensor in batch.items()}
             inputs["scale"] = inputs["weights"].new_empty(())
-            work = partial(self._pass, passes, inputs, inputs["scale"])
-            self.recorded[shape] = (inputs, *self._record(work))
+            work = partial(self._in_place, passes, inputs, inputs["scale"])
+            try:
+                self.recorded[shape] = (inputs, *self._record(work))
+            except Exception as error:
+                error.add_note("It is recorded as a CUDA graph; --cuda_graphs false does without.")
+                raise
         inputs, replay, loss = self.recorded[shape]
         for name, tensor in inputs.items():
             tensor.fill_(scale) if name == "scale" else tensor.copy_(batch[name])
@@ -104,7 +107,17 @@ class Graphs:
         self.pool = graph.pool()
         return graph.replay, result
 
-    def _pass(self, passes: Passes, batch: Batch, scale: Any) -> torch.Tensor:
+    def _once(self, passes: Passes, batch: Batch, scale: float) -> torch.Tensor:
+        """Do the passes, unrecorded."""
+        if self.adds:
+            return passes(batch, scale)
+        if self.recorded:
+            return self._in_place(passes, batch, scale)
+        for parameter in self.parameters:  # no graph writes there yet
+            parameter.grad = None
+        return passes(batch, scale)
+
+    def _in_place(self, passes: Passes, batch: Batch, scale: Any) -> torch.Tensor:
         """Do the passes, and add or write all gradients in a few kernels; autograd takes one for
         each.
         """
@@ -113,12 +126,8 @@ class Graphs:
             parameter.grad = None
         try:
             loss = passes(batch, scale)
-            if held:
-                put = torch._foreach_add_ if self.adds else torch._foreach_copy_
-                put([gradient for _, gradient in held], [p.grad for p, _ in held])
-        except Exception as error:
-            error.add_note("--cuda_graphs false does without CUDA graphs.")
-            raise
+            put = torch._foreach_add_ if self.adds else torch._foreach_copy_
+            put([gradient for _, gradient in held], [p.grad for p, _ in held])
         finally:
             for parameter, gradient in held:
                 parameter.grad = gradient
@@ -128,7 +137,7 @@ class Graphs:
         """Return whether the longest micro-batch, which may yet come, leaves no room for more."""
         free, _ = torch.cuda.mem_get_info()
         held = torch.cuda.memory_reserved()
-        wanted = held * self.most_tokens / max(self.met.values())
+        wanted = held * self.most_tokens / max(shape.numel() for shape in self.met)
         return len(self.recorded) >= MOST or wanted > SHARE * (free + held)
 
 

@@ -187,7 +187,8 @@ class Run:
         devices = self.watch.tell(self.accelerator.device.index or 0)
         state.load(self.accelerator, folder, saved, self.config.seed, devices)
         # What was recorded multiplies by the loss scale of before.
-        self.graphs = Graphs(self.graphs.parameters, self.graphs.most_tokens)
+        graphs = self.graphs
+        self.graphs = Graphs(graphs.parameters, graphs.most_tokens, graphs.adds)
         # What allow_changed lets differ, and a schedule over more updates, hold from here on.
         done, base_lrs = saved["scheduler"]["last_epoch"], self.scheduler.base_lrs
         lambdas = self.scheduler.lr_lambdas

@@ -9,7 +9,7 @@ from torch import nn
 
 from accel_ft.data.loader import Batch
 
-INPUTS = ("input_ids", "attention_mask", "token_type_ids", "cu_seq_lens_q")
+INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
 
 def forward(model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -22,11 +22,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from accel_ft.model import varlen
 from accel_ft.model.layer import attention_of, in_one_piece, projections, unpacked
 
-STARTS = "cu_seq_lens_q"  # transformers' name for where texts begin that come end to end
-COUNT_FROM_PADDING = {"camembert", "roberta", "xlm-roberta"}  # the positions, from its id on
 KINDS = {"bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta"}
 
 
@@ -43,13 +40,6 @@ def reads_first_token(model: Any) -> bool:
         and config.num_hidden_layers >= 1
         and config._attn_implementation in ("eager", "sdpa")
     )
-
-
-def takes_texts_end_to_end(model: Any) -> bool:
-    """Return whether a plain model, of which `leave_out_the_rest` knows, may get a batch's texts
-    end to end (see varlen.py).
-    """
-    return reads_first_token(model) and model.config._attn_implementation == "sdpa"
 
 
 def leave_out_the_rest(model: Any) -> None:
@@ -79,15 +69,9 @@ def leave_out_the_rest(model: Any) -> None:
 
 def _one_row(base: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Make the mask [B, S] one that transformers takes as it is, [B, 1, 1, S]: bool for SDPA, to be
-    added for eager attention. Number the tokens of texts that come end to end.
+    added for eager attention.
     """
-    mask, starts = kwargs.get("attention_mask"), kwargs.get(STARTS)
-    if starts is not None:
-        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-        position = varlen.places(starts, ids.shape[1])[1][None]
-        if base.config.model_type in COUNT_FROM_PADDING:
-            position = position + base.embeddings.padding_idx + 1
-        kwargs = {**kwargs, "position_ids": position}
+    mask = kwargs.get("attention_mask")
     if mask is not None and mask.ndim == 2:
         mask = mask.bool()[:, None, None]
         if base.config._attn_implementation == "eager":
@@ -102,12 +86,15 @@ def _first_token(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[A
     does not know.
     """
     tokens, *others = args
-    if kwargs.get(STARTS) is not None:
-        mask = others[0] if others else kwargs["attention_mask"]
-        size = (mask.shape[0], mask.shape[-1])
-        tokens = varlen.rectangle(tokens, kwargs[STARTS], size)
     tokens = unpacked(layer, tokens, others[0] if others else kwargs.get("attention_mask"))
     return (tokens[:, :1], *others), {**kwargs, "all_tokens": tokens}
+
+
+def ask_apart(model: Any) -> None:
+    """Undo `all_ask`: sharded, a model would keep whole, until the backward pass, what it joins."""
+    for module in model.modules():
+        if getattr(vars(module).get("forward"), "func", None) is all_ask:
+            del module.forward
 
 
 def one_asks(
@@ -174,37 +161,29 @@ def all_ask(
 
     Args:
         self: the module.
-        tokens: [B, S, D]; or [1, N, D], texts end to end (see varlen.py).
+        tokens: [B, S, D].
         attention_mask: bool, what may be seen; of a shape that broadcasts to [B, H, S, S].
-        others: for the class alone, which computes where another attention is asked for since.
-        kwargs: for the attention; where the texts begin that come end to end.
+        others: for the class alone, which computes where there are adapters, or another attention
+            is asked for since.
+        kwargs: for the attention.
 
     Returns:
-        What the module returns: the shape of `tokens`, and the weights, if they are asked for.
+        What the module returns: [B, S, D], and the weights, if they are asked for.
     """
-    starts = kwargs.get(STARTS)
-    if others or self.config._attn_implementation != "sdpa":
-        assert starts is None
+    modules = projections(self)
+    is_plain = all(type(module) is nn.Linear for module in modules)
+    if others or not is_plain or self.config._attn_implementation != "sdpa":
         given: tuple[torch.Tensor, torch.Tensor | None] = type(self).forward(
             self, tokens, attention_mask, *others, **kwargs
         )
         return given
-    modules = projections(self)
-    if all(type(module) is nn.Linear for module in modules):
-        weight = torch.cat([module.weight for module in modules])
-        made = F.linear(tokens, weight, torch.cat([module.bias for module in modules]))
-    else:  # with adapters
-        made = torch.cat([module(tokens) for module in modules], -1)
-    made = made.view(*tokens.shape[:2], 3, -1, self.attention_head_size)
-    dropped, weights = self.dropout.p if self.training else 0.0, None
-    if starts is not None:
-        assert attention_mask is not None
-        longest = attention_mask.shape[-1]
-        attended = varlen.attend(made, starts, longest, dropped, self.scaling)
-    else:
-        query, key, value = (each.transpose(1, 2) for each in made.unbind(2))
-        attended, weights = sdpa_attention_forward(
-            self, query, key, value, attention_mask, dropout=dropped, scaling=self.scaling, **kwargs
-        )
-        attended = attended.flatten(2)
+    weight = torch.cat([module.weight for module in modules])
+    made = F.linear(tokens, weight, torch.cat([module.bias for module in modules]))
+    by_head = made.view(*tokens.shape[:2], 3, -1, self.attention_head_size)
+    query, key, value = (each.transpose(1, 2) for each in by_head.unbind(2))
+    dropped = self.dropout.p if self.training else 0.0
+    attended, weights = sdpa_attention_forward(
+        self, query, key, value, attention_mask, dropout=dropped, scaling=self.scaling, **kwargs
+    )
+    attended = attended.flatten(2)
     return (self.out_lin(attended) if hasattr(self, "out_lin") else attended), weights

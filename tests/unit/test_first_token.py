@@ -16,7 +16,7 @@ from transformers import (
 
 from accel_ft.checkpoint.open import open_classifier
 from accel_ft.config import TrainConfig
-from accel_ft.model.first_token import KINDS, leave_out_the_rest
+from accel_ft.model.first_token import KINDS, ask_apart, leave_out_the_rest
 from accel_ft.model.load import load_tokenizer
 from accel_ft.model.plain import plain_model
 
@@ -184,6 +184,16 @@ def test_the_last_layers_dropout_is_on_in_training_alone(which: str, path: str) 
         assert torch.equal(*drawn) != training
 
 
+@pytest.mark.parametrize("path", ["eager", "sdpa"])
+def test_so_is_the_attentions_dropout_of_the_others(path: str) -> None:
+    model = classifier("bert", path, **dict.fromkeys(DROPOUT[:2], 0.0) | {DROPOUT[1]: 0.5})
+    leave_out_the_rest(model)
+    model.bert.encoder.layer[1].attention.self.dropout.p = 0.0
+    for training in (True, False):
+        model.train(training)
+        assert torch.equal(*[model(**inputs(True)).logits for _ in range(2)]) != training
+
+
 def test_training_and_inference_do_so(tiny_model: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tiny_model))
     config = TrainConfig(model_name_or_path=str(tiny_model))
@@ -254,6 +264,11 @@ def test_query_key_and_value_are_one_product() -> None:
         model(**inputs(True))
     count = {event.key: event.count for event in record.key_averages()}
     assert count["aten::linear"] == 1 + 3 + 1 + 3 + 2  # and pooler and classifier
+    ask_apart(model)
+    with profile(activities=[ProfilerActivity.CPU]) as record:
+        model(**inputs(True))
+    count = {event.key: event.count for event in record.key_averages()}
+    assert count["aten::linear"] == 3 + 3 + 1 + 3 + 2
 
 
 @pytest.mark.parametrize("path", ["eager", "sdpa"])

@@ -70,8 +70,12 @@ def on_graphs(made: Made, monkeypatch: pytest.MonkeyPatch) -> Made:
     from accel_ft.engine import build
 
     monkeypatch.setattr(build, "make_sparse", lambda model: None)
-    monkeypatch.setattr(build, "_graphs", lambda _, __, model, *___: Graphs(model.parameters()))
+    monkeypatch.setattr(build, "_graphs", graphs_of)
     return made
+
+
+def graphs_of(_: Any, accelerator: Any, model: nn.Module, *others: Any) -> Graphs:
+    return Graphs(model.parameters(), adds=accelerator.gradient_accumulation_steps > 1)
 
 
 def batch_of(rows: int, tokens: int) -> dict[str, torch.Tensor]:
@@ -152,16 +156,18 @@ def test_room_is_left_for_the_longest_micro_batch(made: Made) -> None:
         assert len(made) == num_made
 
 
+@pytest.mark.parametrize("at_once", ["4", "8"])
 @pytest.mark.usefixtures("made")
 def test_a_run_of_them_is_the_run_without(
     request: pytest.FixtureRequest,
+    at_once: str,
     tmp_path: Path,
     tiny_model: Path,
     rows_file: Path,
     odd_file: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Several micro-batches an update, dropout, clipping; bit for bit."""
+    """Several micro-batches an update, or one; dropout, clipping; bit for bit."""
     from accel_ft.engine import build
 
     monkeypatch.setattr(build, "make_sparse", lambda model: None)
@@ -169,22 +175,30 @@ def test_a_run_of_them_is_the_run_without(
     for name in ("plain", "graphs"):
         if name == "graphs":
             made = request.getfixturevalue("on_graphs")
-        main(job_words(tiny_model, rows_file, odd_file, tmp_path / name))
+        words = job_words(tiny_model, rows_file, odd_file, tmp_path / name)
+        main([*words, "--per_device_train_batch_size", at_once, "--num_train_epochs", "6"])
         weights.append((tmp_path / name / "model" / "model.safetensors").read_bytes())
     assert sum(made) > 6
     assert weights[0] == weights[1]
 
 
+@pytest.mark.parametrize("at_once", ["4", "8"])
+@pytest.mark.usefixtures("made")
 def test_a_rollback_records_anew(
-    on_graphs: Made,
+    request: pytest.FixtureRequest,
+    at_once: str,
     tmp_path: Path,
     tiny_model: Path,
     rows_file: Path,
     odd_file: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A loss scale that is loaded lies elsewhere than the one that was recorded."""
-    weighted_loss, resume, calls, seen = loop.weighted_loss, Run.resume, 0, []
+    """A loss scale that is loaded lies elsewhere than the one that was recorded; of the sick
+    gradients nothing stays.
+    """
+    from accel_ft.engine import build
+
+    weighted_loss, resume, calls, seen, weights = loop.weighted_loss, Run.resume, 0, [], []
 
     def sick_once(*args: Any) -> torch.Tensor:
         nonlocal calls
@@ -196,11 +210,19 @@ def test_a_rollback_records_anew(
         resume(run, folder)
         seen.append((before, len(run.graphs.recorded), run.graphs.are_used))
 
+    monkeypatch.setattr(build, "make_sparse", lambda model: None)
     monkeypatch.setattr(loop, "weighted_loss", sick_once)
     monkeypatch.setattr(Run, "resume", watched_resume)
-    job = job_words(tiny_model, rows_file, odd_file, tmp_path / "run")
-    main([*job, "--max_seq_length", "8", "--on_nonfinite", "rollback"])
-    assert seen == [(1, 0, True)]
+    for name in ("plain", "graphs"):
+        if name == "graphs":
+            request.getfixturevalue("on_graphs")
+        calls, run = 0, tmp_path / name
+        job = [*job_words(tiny_model, rows_file, odd_file, run), "--max_seq_length", "8"]
+        job += ["--on_nonfinite", "rollback", "--per_device_train_batch_size", at_once]
+        main(job)
+        weights.append((run / "model" / "model.safetensors").read_bytes())
+    assert seen == [(0, 0, False), (1, 0, True)]
+    assert weights[0] == weights[1]
 
 
 def test_the_doctor_finds_nothing(
