@@ -140,8 +140,11 @@ def test_compiled_and_sharded_adapters_are_loaded(
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp3"])
 def test_sharding_is_real(whole: dict[str, Any], strategy: str) -> None:
-    """Each rank holds its share of parameters and optimizer state; rows that do not divide cost a little."""
+    """Each rank holds its share of parameters and optimizer state; rows that do not divide cost a little.
+    Nothing joins the weights of a layer, which would be held whole until the backward pass.
+    """
     shares = whole[strategy].shares
+    assert shares["ours"] == ["one_asks"]
     ranks = STRATEGIES[strategy][0]
     assert shares["kinds"] == ["DTensor"]
     assert len(shares["local"]) == ranks

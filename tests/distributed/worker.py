@@ -6,8 +6,10 @@ import json
 import os
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate import Accelerator
@@ -23,6 +25,7 @@ from accel_ft.engine.build import build
 from accel_ft.engine.run import Run
 from accel_ft.engine.step import forward
 from accel_ft.errors import run_command
+from accel_ft.model import load
 from accel_ft.runtime import launch
 from accel_ft.runtime.launch import make_accelerator
 from accel_ft.runtime.watch import Watch
@@ -197,8 +200,12 @@ def examined(task: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def shares(task: dict[str, Any]) -> dict[str, Any]:
-    """Bytes of parameters and optimizer state that each rank holds, after one update."""
-    run = built(task["words"], make_accelerator())
+    """Bytes of parameters and optimizer state that each rank holds, after one update; and the
+    forward passes of ours in the model's modules, with attention as on a GPU.
+    """
+    load_as_it_is = partial(load.load_for_training, device=None)
+    with mock.patch.object(load, "load_for_training", lambda *given: load_as_it_is(*given[:2])):
+        run = built(task["words"], make_accelerator())
     run.start()
     batch = next(run.batches)
     run.accelerator.backward(forward(run.model, batch).sum())
@@ -210,7 +217,9 @@ def shares(task: dict[str, Any]) -> dict[str, Any]:
         sum(t.numel() * t.element_size() for t in tensors) for tensors in (parameters, moments)
     ]
     kinds = sorted({type(t).__name__ for t in parameters + moments})
-    return {"kinds": kinds, "whole": whole, "local": gather_object([local])}
+    forwards = [vars(module).get("forward") for module in run.model.modules()]
+    ours = sorted({each.func.__name__ for each in forwards if isinstance(each, partial)})
+    return {"kinds": kinds, "whole": whole, "local": gather_object([local]), "ours": ours}
 
 
 def main() -> None:
