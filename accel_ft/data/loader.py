@@ -58,11 +58,11 @@ class Padding:
         device: decides the widths: multiples of 8, which suit the matrix units, on an accelerator;
             on a CPU, whose library keeps kernels of some MB for every width it has met, finer ones
             for short rows: multiples of 2 to 32 tokens, of 4 to 64, of 8 beyond.
-        compiled: a few widths only, two an octave, because a new one can cost a compilation.
+        few: two widths an octave only, because a new one costs a compilation.
     """
 
     def __init__(
-        self, tokenizer: Any, longest: int, device: torch.device, compiled: bool = False
+        self, tokenizer: Any, longest: int, device: torch.device, few: bool = False
     ) -> None:
         self.token_id = int(tokenizer.pad_token_id)
         self.left = tokenizer.padding_side == "left"
@@ -72,7 +72,7 @@ class Padding:
         steps = np.arange(8, longest + 8, 8, dtype=np.int64)
         if device.type == "cpu":
             steps = np.concatenate([steps, np.arange(2, 32, 2), np.arange(32, 64, 4)])
-        if compiled:
+        if few:
             powers = 2 ** np.arange(4, max(longest, 16).bit_length() + 1)
             steps = np.concatenate([powers, powers // 2 * 3])
         self._widths = np.unique(np.minimum(steps, longest))

@@ -33,7 +33,13 @@ from accel_ft.model.optim import (
 )
 from accel_ft.model.plain import plain_model
 from accel_ft.runtime import fsdp
-from accel_ft.runtime.launch import check_granted, is_compiled, refuse_cuda_graphs
+from accel_ft.runtime.launch import (
+    can_record_compiled,
+    check_granted,
+    compiles_each_width,
+    is_compiled,
+    refuse_cuda_graphs,
+)
 from accel_ft.runtime.logging import EventLog
 from accel_ft.runtime.trackers import Trackers
 from accel_ft.runtime.watch import Watch
@@ -78,7 +84,7 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     splits.train.class_weights = class_weights(config.class_weights, splits.train, names)
     if config.oversampling == "balanced":
         splits.train.oversample(names)
-    pad = Padding(tokenizer, config.max_seq_length, accelerator.device, is_compiled())
+    pad = Padding(tokenizer, config.max_seq_length, accelerator.device, compiles_each_width())
     if config.per_device_train_batch_size == "auto":
         config = fit_micro_batch(config, accelerator, watch, splits, tokenizer, pad)
     num_ranks = accelerator.num_processes
@@ -143,7 +149,7 @@ def _graphs(
     alone = accelerator.device.type == "cuda" and fsdp.strategy_of(model) == "one process"
     plain = accelerator.unwrap_model(model, keep_torch_compile=False)
     plain = getattr(plain, "get_base_model", lambda: plain)()
-    if not (config.cuda_graphs and alone and not is_compiled() and can_record(plain)):
+    if not (config.cuda_graphs and alone and can_record_compiled() and can_record(plain)):
         return Graphs()
     at_once = config.per_device_train_batch_size
     assert at_once != "auto"

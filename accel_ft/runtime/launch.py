@@ -241,6 +241,18 @@ def is_compiled() -> bool:
     return os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
 
 
+def compiles_each_width() -> bool:
+    """Return whether what is compiled is of one width of batch, and another costs a compilation."""
+    return is_compiled() and not parse_flag_from_env("ACCELERATE_DYNAMO_USE_DYNAMIC")
+
+
+def can_record_compiled() -> bool:
+    """Return whether what is compiled as asked for, if anything, can be part of a CUDA graph."""
+    backend, mode = _dynamo()
+    modes = ("default", "max-autotune-no-cudagraphs")
+    return not is_compiled() or (backend == "INDUCTOR" and mode in modes)
+
+
 def refuse_cuda_graphs(device: torch.device) -> None:
     """Refuse a compile mode with CUDA graphs where gradients add up over micro-batches: they lie in
     the graphs' memory, which the next micro-batch's forward pass takes back.
@@ -248,15 +260,20 @@ def refuse_cuda_graphs(device: torch.device) -> None:
     Raises:
         LaunchError: it is asked for.
     """
-    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
-    mode = os.environ.get("ACCELERATE_DYNAMO_MODE", "default")
-    are_graphs = mode in ("reduce-overhead", "max-autotune") or backend.upper() == "CUDAGRAPHS"
+    backend, mode = _dynamo()
+    are_graphs = mode in ("reduce-overhead", "max-autotune") or backend == "CUDAGRAPHS"
     if is_compiled() and device.type == "cuda" and are_graphs:
         raise LaunchError(
             f"dynamo_backend: {backend}, dynamo_mode: {mode}, whose CUDA graphs overwrite "
             "gradients that add up over several micro-batches. Fix: inductor in dynamo_mode "
             "default, or a per_device_train_batch_size that takes the update at once"
         )
+
+
+def _dynamo() -> tuple[str, str]:
+    """Return the backend and mode that are asked for."""
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").upper()
+    return backend, os.environ.get("ACCELERATE_DYNAMO_MODE", "default")
 
 
 def _refuse_impossible(request: Request, on_cpu: bool) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,14 @@ pytestmark = [
 ]
 ONE = ("--num_processes", 1)
 ON_GPU = {"CUDA_VISIBLE_DEVICES": VISIBLE or "0"}
+COMPILED = (
+    "--dynamo_backend inductor --dynamo_use_dynamic --dynamo_use_regional_compilation".split()
+)
 STRATEGIES = {
     "float32": ("gpu.yaml", "--mixed_precision", "no"),
     "bf16": ("gpu.yaml",),
     "fp16": ("gpu.yaml", "--mixed_precision", "fp16"),
-    "compiled": (
-        "gpu.yaml",
-        *("--mixed_precision", "no", "--dynamo_backend", "inductor", "--dynamo_use_dynamic"),
-    ),
+    "compiled": ("gpu.yaml", "--mixed_precision", "no", *COMPILED),
     "ddp": ("ddp.yaml", *ONE),
     "fsdp1": ("fsdp1.yaml", *ONE),
     "fsdp2": ("fsdp2.yaml", *ONE),
@@ -103,15 +104,17 @@ def test_outcomes_that_are_read_an_update_late(
     assert ends[0] == pytest.approx(ends[1], rel=1e-3)
 
 
+@pytest.mark.parametrize("compiled", [(), COMPILED], ids=["", "compiled"])
 def test_cuda_graphs_change_no_number(
-    tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path
+    compiled: Sequence[str], tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path
 ) -> None:
     """Dropout draws the same numbers, for micro-batches of several shapes, two an update."""
     found = {}
     for used in ("true", "false"):
         words = job_words(tiny_model, rows_file, odd_file, tmp_path / used)
         words += ["--num_train_epochs", "6", "--cuda_graphs", used]
-        done = on_gpu("gpu.yaml", "--mixed_precision", "no", "-m", "accel_ft.train", *words)
+        options = ["--mixed_precision", "no", *compiled, "-m", "accel_ft.train"]
+        done = on_gpu("gpu.yaml", *options, *words)
         assert ("as CUDA graphs" in done.stdout + done.stderr) == (used == "true")
         found[used] = losses(tmp_path / used)
     assert found["true"] == pytest.approx(found["false"], rel=1e-5)

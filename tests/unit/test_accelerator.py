@@ -272,6 +272,30 @@ def test_cuda_graphs_are_refused_where_gradients_add_up(monkeypatch: pytest.Monk
         launch.refuse_cuda_graphs(on_gpu)
 
 
+def test_what_is_compiled_may_be_part_of_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what records graphs itself, nor what another compiler made."""
+    assert launch.can_record_compiled()
+    for backend, mode, can in (
+        ("INDUCTOR", "default", True),
+        ("INDUCTOR", "max-autotune-no-cudagraphs", True),
+        ("INDUCTOR", "reduce-overhead", False),
+        ("CUDAGRAPHS", "default", False),
+        ("AOT_EAGER", "default", False),
+    ):
+        monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", backend)
+        monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", mode)
+        assert launch.can_record_compiled() == can
+
+
+def test_dynamic_shapes_are_compiled_once_for_all_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not launch.compiles_each_width()
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    for dynamic, each in ((None, True), ("false", True), ("true", False)):
+        if dynamic:
+            monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", dynamic)
+        assert launch.compiles_each_width() == each
+
+
 def test_float32_is_float32_in_convolutions_too() -> None:
     torch.backends.cudnn.allow_tf32 = True  # as torch has it
     launch.make_accelerator()

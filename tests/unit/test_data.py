@@ -488,9 +488,9 @@ def test_widths(tokenizer) -> None:
         pad = Padding(tokenizer, 100, device, compiled)
         assert pad.widths(lengths).tolist() == expected
         assert pad([np.full((1, 9), 5)])["input_ids"].shape == (1, expected[3])
-    few = Padding(tokenizer, 512, cuda, compiled=True).widths(np.arange(1, 513))
+    few = Padding(tokenizer, 512, cuda, few=True).widths(np.arange(1, 513))
     assert sorted(set(few.tolist())) == [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
-    assert Padding(tokenizer, 2, cuda, compiled=True).widths(np.array([1, 2])).tolist() == [2, 2]
+    assert Padding(tokenizer, 2, cuda, few=True).widths(np.array([1, 2])).tolist() == [2, 2]
 
 
 def test_left_padding(rows_file: Path, tokenizer) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import compile_regions
+from torch._dynamo.testing import CompileCounter
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
     AutoConfig,
@@ -90,6 +92,22 @@ def test_it_compiles_in_one_piece(kind: str, path: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(**inputs(True)).logits, model(**inputs(True)).logits)
+
+
+def test_compiled_layer_by_layer_one_does_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    counts = []
+    for number in (3, 5):
+        model = classifier("bert", "sdpa", num_hidden_layers=number).eval()
+        leave_out_the_rest(model)
+        torch._dynamo.reset()
+        graphs = CompileCounter()
+        compiled = compile_regions(model, backend=graphs, dynamic=True)
+        with torch.no_grad():
+            logits = compiled(**inputs(True)).logits
+            torch.testing.assert_close(logits, model(**inputs(True)).logits)
+        counts.append(graphs.frame_count)
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("path", ["eager", "sdpa"])

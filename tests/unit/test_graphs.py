@@ -240,8 +240,12 @@ def test_the_doctor_finds_nothing(
     assert sum(on_graphs) >= 3
 
 
-def test_what_a_job_on_one_gpu_gets(tiny_model: Path, rows_file: Path, odd_file: Path) -> None:
-    """Room is reckoned for a micro-batch of the longest rows; the key, or a CPU, makes none."""
+def test_what_a_job_on_one_gpu_gets(
+    tiny_model: Path, rows_file: Path, odd_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room is reckoned for a micro-batch of the longest rows; the key, or a CPU, makes none, nor
+    does a compiler with graphs of its own.
+    """
     words = job_words(tiny_model, rows_file, odd_file, Path("unused"))
     config, tokenizer = parse(TrainConfig, words, "train"), load.load_tokenizer(str(tiny_model))
     split = load_splits(config, tokenizer).train
@@ -263,6 +267,10 @@ def test_what_a_job_on_one_gpu_gets(tiny_model: Path, rows_file: Path, odd_file:
     assert made_for("cuda", config).adds
     assert not made_for("cpu", config).are_used
     assert not made_for("cuda", config.resolved(cuda_graphs=False)).are_used
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    assert made_for("cuda", config).are_used
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "reduce-overhead")
+    assert not made_for("cuda", config).are_used
 
 
 def test_which_models_can_be_recorded(tiny_model: Path) -> None:
