@@ -317,8 +317,8 @@ class TrainConfig(HubConfig, DataConfig):
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, a third more time."""
     cuda_graphs: bool = True
-    """Launch a micro-batch's kernels at once, where one GPU trains a known model: the same numbers,
-    sooner, for memory of its own."""
+    """Launch a micro-batch's kernels at once, where one GPU trains a known model: the same numbers
+    (compiled, to rounding), sooner, for memory of its own."""
     seed: int = Field(42, ge=0)
     """Seed of the new head, the sample order and dropout."""
     logging_steps: int = Field(20, ge=1)

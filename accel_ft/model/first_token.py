@@ -23,7 +23,6 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from accel_ft.model.layer import attention_of, in_one_piece, projections, unpacked
-from accel_ft.runtime.launch import is_compiled
 
 KINDS = {"bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta"}
 
@@ -43,21 +42,25 @@ def reads_first_token(model: Any) -> bool:
     )
 
 
-def leave_out_the_rest(model: Any) -> None:
+def leave_out_the_rest(model: Any, last_alone: bool = False) -> None:
     """Let the last layer of a classifier compute the first token alone, where it reads no other.
     Its last hidden states are [B, 1, D] then. Where attention is eager, as on a CPU that trains,
     its other layers do as `layer.py` says, and hand on [N, D], without padding; elsewhere they do
-    as `all_ask` says. Where models are compiled they stay as their class has them: compiled layer
-    by layer, one does for all.
+    as `all_ask` says.
 
     To be called once, before anything wraps the model.
+
+    Args:
+        model: a plain one.
+        last_alone: leave the other layers as their class has them: compiled layer by layer, one
+            does for all.
     """
     if not reads_first_token(model):
         return
     config, base = model.config, model.base_model
     attention_path = config._attn_implementation
     layers = (base.transformer if config.model_type == "distilbert" else base.encoder).layer
-    for layer in layers[:-1] if not is_compiled() else ():
+    for layer in () if last_alone else layers[:-1]:
         if attention_path == "eager":
             in_one_piece(layer, packs=True)
         else:

@@ -9,6 +9,7 @@ from accel_ft.config import TrainConfig
 from accel_ft.model import load
 from accel_ft.model.adapters import choose_trained
 from accel_ft.model.first_token import leave_out_the_rest
+from accel_ft.runtime.launch import compiles_layers
 
 
 def plain_model(
@@ -34,6 +35,6 @@ def plain_model(
         thresholds=None,  # of another job's rows
     )
     model, drawn = load.load_for_training(folder, model_config, device)
-    leave_out_the_rest(model)
+    leave_out_the_rest(model, last_alone=compiles_layers())
     model.config.max_seq_length = config.max_seq_length  # as predict and evaluate take it
     return choose_trained(model, config, drawn), drawn

@@ -220,7 +220,10 @@ def check_granted(accelerator: Accelerator, model: nn.Module) -> None:
     wraps_one = accelerator.distributed_type == DistributedType.MULTI_CPU  # as on a GPU it does not
     one_or_ddp = "one process" if alone and not wraps_one else "DDP"
     strategy = "FSDP" if request.distributed_type == "FSDP" else one_or_ddp
-    compiled = any(is_compiled_module(module) for module in model.modules())
+    compiled = any(
+        is_compiled_module(module) or module._compiled_call_impl is not None  # FSDP2's, by layers
+        for module in model.modules()
+    )
     asked_cpu = on_cpu if request.use_cpu is None else request.use_cpu
     compared: list[tuple[str, Any, Any]] = [
         ("strategy", strategy, fsdp.strategy_of(model)),
@@ -246,11 +249,14 @@ def compiles_each_width() -> bool:
     return is_compiled() and not parse_flag_from_env("ACCELERATE_DYNAMO_USE_DYNAMIC")
 
 
+def compiles_layers() -> bool:
+    """Return whether layers are compiled one by one, so that those that are alike share one."""
+    return is_compiled() and parse_flag_from_env("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")
+
+
 def can_record_compiled() -> bool:
     """Return whether what is compiled as asked for, if anything, can be part of a CUDA graph."""
-    backend, mode = _dynamo()
-    modes = ("default", "max-autotune-no-cudagraphs")
-    return not is_compiled() or (backend == "INDUCTOR" and mode in modes)
+    return not is_compiled() or (_dynamo()[0] == "INDUCTOR" and not _records_itself())
 
 
 def refuse_cuda_graphs(device: torch.device) -> None:
@@ -260,14 +266,21 @@ def refuse_cuda_graphs(device: torch.device) -> None:
     Raises:
         LaunchError: it is asked for.
     """
-    backend, mode = _dynamo()
-    are_graphs = mode in ("reduce-overhead", "max-autotune") or backend == "CUDAGRAPHS"
-    if is_compiled() and device.type == "cuda" and are_graphs:
+    if is_compiled() and device.type == "cuda" and _records_itself():
+        backend, mode = _dynamo()
         raise LaunchError(
             f"dynamo_backend: {backend}, dynamo_mode: {mode}, whose CUDA graphs overwrite "
             "gradients that add up over several micro-batches. Fix: inductor in dynamo_mode "
-            "default, or a per_device_train_batch_size that takes the update at once"
+            "default, without TORCHINDUCTOR_CUDAGRAPHS, or a per_device_train_batch_size that "
+            "takes the update at once"
         )
+
+
+def _records_itself() -> bool:
+    """Return whether the compiler that is asked for records CUDA graphs."""
+    backend, mode = _dynamo()
+    are_on = os.environ.get("TORCHINDUCTOR_CUDAGRAPHS") == "1"  # as inductor reads it
+    return are_on or backend == "CUDAGRAPHS" or mode in ("reduce-overhead", "max-autotune")
 
 
 def _dynamo() -> tuple[str, str]:

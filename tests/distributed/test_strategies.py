@@ -1,6 +1,7 @@
 """One curve under every strategy, any checkpoint under any strategy, on real ranks (gloo)."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,13 +126,14 @@ def test_adapters_resume_under_any_strategy(
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
+@pytest.mark.parametrize("by_layers", [(), ["--dynamo_use_regional_compilation"]])
 def test_compiled_and_sharded_adapters_are_loaded(
-    tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path
+    by_layers: Sequence[str], tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path
 ) -> None:
     """Through compile, torch asks a checkpoint for what is frozen; the best one is loaded at the end."""
     words = [*job_words(tiny_model, rows_file, odd_file, tmp_path / "run"), "--lora_r", 2]
     words += ["--load_best_model_at_end", "true", "--eval_steps", 1, "--max_steps", 2]
-    options = ("--mixed_precision", "no", "--dynamo_backend", "eager")
+    options = ("--mixed_precision", "no", "--dynamo_backend", "eager", *by_layers)
     launch("cpu_fsdp2.yaml", *options, "-m", "accel_ft.train", *words)
     assert "bert.embeddings.word_embeddings.weight" in load_file(
         tmp_path / "run" / "model" / "model.safetensors"

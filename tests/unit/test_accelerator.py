@@ -285,6 +285,11 @@ def test_what_is_compiled_may_be_part_of_a_cuda_graph(monkeypatch: pytest.Monkey
         monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", backend)
         monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", mode)
         assert launch.can_record_compiled() == can
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    monkeypatch.setenv("TORCHINDUCTOR_CUDAGRAPHS", "1")
+    assert not launch.can_record_compiled()
+    with pytest.raises(LaunchError, match="without TORCHINDUCTOR_CUDAGRAPHS"):
+        launch.refuse_cuda_graphs(torch.device("cuda"))
 
 
 def test_dynamic_shapes_are_compiled_once_for_all_widths(monkeypatch: pytest.MonkeyPatch) -> None:

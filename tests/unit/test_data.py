@@ -479,17 +479,17 @@ def test_widths(tokenizer) -> None:
     """None is greater than the longest row, or than the model might take."""
     lengths = np.array([1, 7, 8, 9, 17, 33, 65, 99, 100])
     cuda = torch.device("cuda")
-    for device, compiled, expected in (
+    for device, few, expected in (
         (CPU, False, [2, 8, 8, 10, 18, 36, 72, 100, 100]),
         (cuda, False, [8, 8, 8, 16, 24, 40, 72, 100, 100]),
         (cuda, True, [16, 16, 16, 16, 24, 48, 96, 100, 100]),
         (CPU, True, [16, 16, 16, 16, 24, 48, 96, 100, 100]),
     ):
-        pad = Padding(tokenizer, 100, device, compiled)
+        pad = Padding(tokenizer, 100, device, few)
         assert pad.widths(lengths).tolist() == expected
         assert pad([np.full((1, 9), 5)])["input_ids"].shape == (1, expected[3])
-    few = Padding(tokenizer, 512, cuda, few=True).widths(np.arange(1, 513))
-    assert sorted(set(few.tolist())) == [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
+    widths = Padding(tokenizer, 512, cuda, few=True).widths(np.arange(1, 513))
+    assert sorted(set(widths.tolist())) == [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
     assert Padding(tokenizer, 2, cuda, few=True).widths(np.array([1, 2])).tolist() == [2, 2]
 
 

@@ -83,23 +83,36 @@ def test_a_mask_with_a_row_for_each_token(kind: str, path: str) -> None:
     assert not torch.allclose(first(**inputs(False)).logits, first(**given).logits, atol=1e-5)
 
 
+@pytest.mark.parametrize("last_alone", [False, True])
 @pytest.mark.parametrize("path", ["eager", "sdpa"])
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_it_compiles_in_one_piece(kind: str, path: str) -> None:
+def test_it_compiles_in_one_piece(kind: str, path: str, last_alone: bool) -> None:
     """Pieces cost a GPU compilations, and passes over memory between them."""
     model = classifier(kind, path).eval()
-    leave_out_the_rest(model)
+    leave_out_the_rest(model, last_alone)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(**inputs(True)).logits, model(**inputs(True)).logits)
 
 
-def test_compiled_layer_by_layer_one_does_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+def test_a_job_compiled_layer_by_layer(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where it is compiled so are its layers left as they are."""
+    config = TrainConfig(model_name_or_path=str(tiny_model))
+    tokenizer, kept = load_tokenizer(str(tiny_model)), []
+    for key in (None, "BACKEND", "USE_REGIONAL_COMPILATION"):
+        if key:
+            monkeypatch.setenv(f"ACCELERATE_DYNAMO_{key}", "true" if "USE" in key else "INDUCTOR")
+        model, _ = plain_model(config, torch.device("cuda"), ["a", "b"], tokenizer)
+        others = model.bert.encoder.layer[:-1]
+        kept.append(all("forward" not in vars(part) for part in others.modules()))
+    assert kept == [False, False, True]
+
+
+def test_compiled_layer_by_layer_one_does_for_all() -> None:
     counts = []
     for number in (3, 5):
         model = classifier("bert", "sdpa", num_hidden_layers=number).eval()
-        leave_out_the_rest(model)
+        leave_out_the_rest(model, last_alone=True)
         torch._dynamo.reset()
         graphs = CompileCounter()
         compiled = compile_regions(model, backend=graphs, dynamic=True)
