@@ -6,20 +6,22 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from conftest import ROOT, run
+from conftest import ROOT, job_words, run
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
-from accel_ft.engine import evaluation
+from accel_ft.engine import build, evaluation
 from accel_ft.errors import LaunchError
 from accel_ft.model.memory import _container_bytes
 from accel_ft.model.optim import allocate_state
 from accel_ft.runtime import fsdp, gloo, launch
+from accel_ft.train import main
 
 
 def test_ranks_on_the_cpu_see_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,6 +301,31 @@ def test_dynamic_shapes_are_compiled_once_for_all_widths(monkeypatch: pytest.Mon
         if dynamic:
             monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", dynamic)
         assert launch.compiles_each_width() == each
+
+
+@pytest.mark.parametrize("dynamic", ["false", "true"])
+def test_batches_of_few_widths_where_each_is_compiled(
+    dynamic: str,
+    tmp_path: Path,
+    tiny_model: Path,
+    rows_file: Path,
+    odd_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = []
+
+    def padding(*given: Any) -> None:
+        seen.append(given[-1])
+        raise LaunchError("seen")
+
+    monkeypatch.setattr(build, "Padding", padding)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", dynamic)
+    words = job_words(tiny_model, rows_file, odd_file, tmp_path / "run")
+    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
+        with pytest.raises(LaunchError, match="seen"):
+            main(words)
+    assert seen == [dynamic == "false"]
 
 
 def test_float32_is_float32_in_convolutions_too() -> None:
