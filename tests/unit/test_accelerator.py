@@ -322,9 +322,9 @@ def test_batches_of_few_widths_where_each_is_compiled(
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", dynamic)
     words = job_words(tiny_model, rows_file, odd_file, tmp_path / "run")
-    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
-        with pytest.raises(LaunchError, match="seen"):
-            main(words)
+    restored = torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False)
+    with restored, pytest.raises(LaunchError, match="seen"):
+        main(words)
     assert seen == [dynamic == "false"]
 
 
