@@ -10,6 +10,7 @@ import re
 import typing
 import warnings
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -20,7 +21,6 @@ from pydantic import (
     ConfigDict,
     Field,
     FilePath,
-    PositiveFloat,
     PositiveInt,
     ValidationInfo,
     field_validator,
@@ -50,13 +50,13 @@ IDENTITY_KEYS = {
     "freeze", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "layerwise_lr_decay",
 }  # fmt: skip
 # Of a run, what a resume compares.
-COMPARED = IDENTITY_KEYS | {"labels", "train_data", "pretrained"}
+COMPARED = IDENTITY_KEYS | {"labels", "train_data", "pretrained", "mixed_precision"}
 CLASS_METRIC = re.compile(r"per_class\.(.+)\.(precision|recall|f1)")
 
 
 def _expanded(value: Any) -> Any:
     """`~` is the home folder; an empty variable of the shell is no folder."""
-    if value == "":
+    if isinstance(value, str) and value == "":
         raise ValueError("is empty")
     return os.path.expanduser(value) if isinstance(value, str | os.PathLike) else value
 
@@ -79,7 +79,8 @@ def _names(value: Any) -> Any:
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
-Weights = Annotated[tuple[PositiveFloat, ...], BeforeValidator(_cut_at_commas)]
+Weight = Annotated[float, Field(gt=1e-9, lt=1e9)]
+Weights = Annotated[tuple[Weight, ...], BeforeValidator(_cut_at_commas)]
 Fault = tuple[tuple[str, ...], str]  # the keys it touches, the message
 
 
@@ -172,8 +173,8 @@ class DataConfig(Config):
     train_split_name: str | None = None
     """Its split with the training rows; left out: train."""
     validation_split_name: str | None = None
-    """Its split to evaluate on while training: validation_matched of mnli. Left out: validation, or
-    where it has none that no other key names, cut off the training rows."""
+    """Its split to evaluate on while training: validation_matched of mnli. Left out: validation;
+    where it has no such split, or another key names it, rows are cut off the training rows."""
     test_split_name: str | None = None
     """Its split to evaluate on once, at the end; left out: test, where it has one that no other key
     names."""
@@ -198,8 +199,8 @@ class DataConfig(Config):
     max_eval_samples: int | None = Field(None, ge=1)
     """Use this many validation rows, drawn at random (always the same ones)."""
     per_device_eval_batch_size: int | None = Field(None, ge=1)
-    """Samples of one evaluation batch on one rank, of the longest texts; of shorter ones as many
-    more as make the same number of tokens. Left out: 16 on a CPU, whose caches are small; else
+    """Samples of an evaluation batch on one rank where texts are longest; batches of shorter texts
+    have more, up to the same number of tokens. Left out: 16 on a CPU, whose caches are small; else
     64."""
 
     @property
@@ -222,6 +223,10 @@ class DataConfig(Config):
             elif path.suffix.lower() not in DATA_FILE_SUFFIXES:
                 yield self._fault(f"unknown format. Allowed: {', '.join(DATA_FILE_SUFFIXES)}", key)
         yield from self._either("dataset_name", "train_file")
+        columns = ("label_column", "text_column", "text_pair_column")
+        for one, other in combinations(columns, 2):
+            if getattr(self, one) == getattr(self, other):
+                yield self._fault(f"is {other}, too. Fix: another column", one, other)
         for key in ("dataset_config_name", *sorted(SPLIT_KEYS)):
             if getattr(self, key) is not None and self.dataset_name is None:
                 yield self._fault("given without dataset_name", key, "dataset_name")
@@ -344,17 +349,17 @@ class TrainConfig(HubConfig, DataConfig):
     resume_from_checkpoint: Annotated[Literal["latest"] | str | None, EXPANDED] = None
     """`latest` (from the beginning where there is no checkpoint yet), or a checkpoint's folder."""
     allow_changed: Names = ()
-    """What may differ between a checkpoint and this job: train_data, labels, or keys that shape
-    training, such as learning_rate (a wrong name is answered with all); any other difference ends a
-    resume."""
+    """What may differ between a checkpoint and this job: train_data, labels, mixed_precision, or
+    keys that shape training, such as learning_rate (a wrong name is answered with all); any other
+    difference ends a resume. mixed_precision, of a run that is reproduced, too."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """When loss or gradients are not finite: stop; skip the update; or rollback to the last
     checkpoint and pass over that batch. An overflow of fp16 is no such case: the update is left
     out with a warning."""
     ddp_timeout: int = Field(300, ge=5)
-    """Seconds after which a rank that does not come counts as lost. Waiting for rank 0 to tokenise
-    or save is not limited; under FSDP, where each rank writes its share, saving is, by half a
-    minute more."""
+    """Seconds after which a rank that does not come counts as lost. There is no limit while rank 0
+    tokenises or saves; under FSDP, where each rank writes its share, a save may take half a minute
+    more than this."""
     preflight: Literal["auto", "off"] = "auto"
     """Check versions, device, limits, optimizer and replicas before the first update."""
     report_to: Names = ("html",)
@@ -443,6 +448,8 @@ class TrainConfig(HubConfig, DataConfig):
             words = f"there is no such folder.{nearest(place.name, there)} Allowed: latest|FOLDER"
             yield self._fault(words, "resume_from_checkpoint")
         yield from self._either("freeze", "lora_r")
+        if "none" in self.report_to and len(self.report_to) > 1:
+            yield self._fault("none, and others. Fix: none alone, or leave it out", "report_to")
         yield from self._either("oversampling", "class_weights")
         if self.train_file is None and self.dataset_name is None:
             for split in self.files:
@@ -540,7 +547,7 @@ class PredictConfig(Config):
     max_seq_length: int | None = Field(None, ge=2)
     """Tokens a text is cut at; left out: as in training, or what the model sees, 512 at most."""
     per_device_eval_batch_size: int | None = Field(None, ge=1)
-    """Samples of one forward pass, of the longest texts; of shorter ones as many more as make the
+    """Samples of a batch where texts are longest; batches of shorter texts have more, up to the
     same number of tokens. Left out: 16 on a CPU, whose caches are small; else 64."""
 
     def rules(self) -> Iterator[Fault]:
@@ -558,3 +565,5 @@ class PredictConfig(Config):
         if self.text_pair is not None and self.text is None:
             words = "given without text; of a file, text_pair_column"
             yield self._fault(words, "text_pair", "text")
+        if self.text is not None and self.id_column is not None:
+            yield self._fault("given with text, which has no columns", "id_column", "text")

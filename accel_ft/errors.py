@@ -16,11 +16,26 @@ import time
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from importlib.util import find_spec
+from pathlib import Path
 
 DOCTOR = "`-m accel_ft.doctor` in place of `-m accel_ft.train` finds what is wrong with a set-up"
-LONGEST = 500  # characters of a library's message that are told
+LONGEST = 500  # characters of a library's message, or of a value, that are told
 EXIT_USER_ERROR = 2
 EXIT_PREEMPTED = 75
+parent: tuple[int, list[str]]  # this process's, as it was at the start, and its command line
+
+
+def _note_parent() -> None:
+    """Now, as it may be gone when the libraries, seconds later, are loaded."""
+    global parent  # noqa: PLW0603
+    parent = os.getppid(), []
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{parent[0]}/cmdline").read_bytes()
+        parent = parent[0], command.decode(errors="replace").split("\0")
+
+
+_note_parent()
+os.register_at_fork(after_in_child=_note_parent)
 
 
 class UserError(Exception):

@@ -40,7 +40,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     opened = open_classifier(config.checkpoint, accelerator.device)
     run = run_folder(config.checkpoint)
     if run is None and not (ROW_KEYS & config.model_fields_set):
-        raise ConfigError(f"checkpoint={config.checkpoint}: is no run's. Fix: --test_file FILE")
+        raise ConfigError(
+            f"checkpoint={config.checkpoint}: belongs to no run whose rows could be taken. "
+            "Fix: --test_file FILE, or --dataset_name"
+        )
     max_seq_length = opened.max_seq_length(config.max_seq_length)
     kind, said = opened.problem_type, opened.model.config.problem_type
     if "problem_type" in config.model_fields_set and config.problem_type != kind:

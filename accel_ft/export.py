@@ -61,7 +61,7 @@ def export(
     from accel_ft.checkpoint import convert, state, transaction
     from accel_ft.checkpoint.open import load_whole, model_folder
     from accel_ft.model.adapters import read_adapters
-    from accel_ft.model.load import load_parts, resolve
+    from accel_ft.model.load import PACKAGE, load_parts, resolve
     from accel_ft.reporting.record import results
     from accel_ft.runtime.card import model_card
     from accel_ft.runtime.files import write_whole
@@ -83,7 +83,8 @@ def export(
             settings["problem_type"] = model_config.problem_type
         run = run_folder(checkpoint)
         receipt = read_receipt(run) if run is not None else {}
-        if "commit" not in receipt.get("pretrained", {"commit"}):
+        is_package = str(settings.get("model_name_or_path")).startswith(PACKAGE)
+        if not is_package and "commit" not in receipt.get("pretrained", {"commit"}):
             settings.pop("model_name_or_path", None)  # a folder, whatever its name looks like
         ended = run is not None and Path(folder).resolve() == run / "model"  # no checkpoint's
         events = read_events(run / "metrics.jsonl") if run is not None and ended else []

@@ -7,7 +7,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import math
 import os
 import re
 import shutil
@@ -49,12 +48,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         logger.warning("%s was trained on single texts, not on pairs", config.checkpoint)
     predictor = Predictor(config, accelerator)
     output: Any
+    count = 0
     with _open_output(config.output) if is_main else nullcontext() as output:
         for lines in predictor.label(rows):
             if is_main:
                 for line in lines:
-                    output.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+                    output.write(json.dumps(line, ensure_ascii=False) + "\n")
                 output.flush()
+                count += len(lines)
+    if is_main and config.output != "-":
+        logger.info("%d texts labelled: %s", count, config.output)
 
 
 class Predictor:
@@ -184,10 +187,10 @@ def open_rows(config: PredictConfig) -> Iterator[tuple[str, Any, Text]]:
 
 
 def _refuse_halves(name: str, parts: Sequence[str]) -> None:
-    try:
-        "".join(parts).encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{name}: holds half a surrogate pair, which is no character") from error
+    from accel_ft.data.targets import is_encodable
+
+    if not all(map(is_encodable, parts)):
+        raise DataError(f"{name}: holds half a surrogate pair, which is no character")
 
 
 def _read_rows(config: PredictConfig) -> Iterator[tuple[str, Any, Text]]:
@@ -199,18 +202,19 @@ def _read_rows(config: PredictConfig) -> Iterator[tuple[str, Any, Text]]:
     kind = config.input_format if config.input_format != "auto" else _guess_format(path)
     if kind == "lines":
         config = config.resolved(text_column="text")
+    name = "standard input" if path == "-" else path
+    has_header = kind in ("csv", "tsv", "parquet")
     for place, record in read_records(path, kind, used_columns(config) | {"id"}):
         if isinstance(record, str):
-            raise DataError(f"{path}: {place}: {record}")
-        check_columns(f"{path}, {place}", record, config)
+            raise DataError(f"{name}: {place}: {record}")
+        check_columns(name if has_header else f"{name}, {place}", record, config)
         text, fault = read_text(record, config.text_column, config.text_pair_column)
         if fault is not None:
-            raise DataError(f"{path}: {place}: {fault}")
+            raise DataError(f"{name}: {place}: {fault}")
         id_column = config.id_column or ("id" if "id" in record else None)
         if id_column is not None:
-            value = record[id_column]
-            is_none = isinstance(value, float) and not math.isfinite(value)  # JSON has no NaN
-            yield "id", None if is_none else value, text
+            value = json.dumps(record[id_column], default=str)
+            yield "id", json.loads(value, parse_constant=lambda _: None), text  # JSON has no NaN
         else:
             kind_of_place, _, number = place.partition(" ")
             yield kind_of_place, int(number), text

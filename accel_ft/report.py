@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         action="store_true",
         help="print what differs between two runs: settings, data, versions, first update",
     )
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
     if options.diff:
         if len(options.runs) != 2:
             parser.error("--diff needs two runs")

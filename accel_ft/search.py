@@ -32,14 +32,15 @@ from filelock import FileLock, Timeout
 
 from accel_ft.config import SearchConfig, TrainConfig, type_name
 from accel_ft.data.sources import check_first_rows
-from accel_ft.errors import ConfigError, first_line, nearest, require, run_command
+from accel_ft.errors import ConfigError, first_line, require, run_command
 from accel_ft.runtime.files import locked, sha256, write_whole
 from accel_ft.runtime.logging import read_events
-from accel_ft.settings import checked, parse, read_settings
+from accel_ft.settings import checked, meant, parse, read_settings
 
 POLL_SECONDS = 0.2
 SAME_SIGNAL_SECONDS = 1.0  # `timeout`, say, sends it twice
 FAILURES = 3  # after so many, and no trial at its end, the cause is the job
+RANGE = {"low", "high", "log", "step"}
 IDLE = {  # settings that decide nothing of what a trial finds
     "output_dir", "report_to", "push_to_hub", "hub_model_id", "hub_private_repo", "ddp_timeout",
     "dataloader_num_workers", "per_device_eval_batch_size", "save_steps", "save_total_limit",
@@ -54,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # it would print a failed trial's traceback
-    settings, space = read_settings(config.job), read_settings(config.space)
-    job = checked(TrainConfig, settings)
+    settings, space = read_settings(config.job, "job"), read_settings(config.space, "space")
+    job = checked(TrainConfig, settings, origin=dict.fromkeys(settings, f" ({config.job})"))
     check_first_rows(job)
     _check_space(config, settings, space)
     search = _Search(config, job, settings, space, _shares(config))
@@ -141,7 +142,10 @@ class _Search:
         best, params = place / "best.yaml", study.best_params
         found = self.settings | params | {"output_dir": str(place / "best")}
         write_whole(best, yaml.safe_dump(found, sort_keys=False, allow_unicode=True))
-        print(f"best {job.best_metric} {study.best_value:.4f} with {params}\njob: {best}")
+        print(
+            f"best {job.best_metric} {study.best_value:.4f} with {params}, in "
+            f"{place / _folder(study.best_trial)}\njob: {best}"
+        )
 
     def _check_same(self, study: Any) -> None:
         """Refuse a job, rows or a space in which the study's trials cannot be compared.
@@ -208,7 +212,7 @@ class _Search:
         if ends := _events(folder, "end"):
             value = self.job.best_value(ends[-1], "eval_")
             if not math.isnan(value):  # which Optuna would take for a failure, unsaid
-                print(f"{about}: {value}", flush=True)
+                print(f"{about}: {self.job.best_metric} {value:.4f}", flush=True)
                 return value, TrialState.COMPLETE
         why = f"its {self.job.best_metric} is no number" if ends else _why(folder / "log")
         print(f"{about}: failed: {why} (see its log)", flush=True)
@@ -293,13 +297,17 @@ def _check_space(config: SearchConfig, settings: dict[str, Any], space: dict[str
 
     trial = optuna.create_study().ask()  # in memory; it refuses what a trial would
     fixed = {key: value for key, value in settings.items() if key not in space}
-    faults, known = [], TrainConfig.model_fields.keys() - IDLE
+    faults, known = [], TrainConfig.model_fields.keys() - IDLE - {"problem_type"}  # of its metrics
     for key, values in space.items():
         try:
             if key not in known:
-                raise ConfigError(f"{key}: cannot be varied.{nearest(key, known)}")
+                raise ConfigError(f"{key}: cannot be varied.{meant(key, known)}")
+            if key == "num_train_epochs" and "max_steps" in settings.keys() | space.keys():
+                raise ConfigError(f"{key}: has no effect beside max_steps")
             if not isinstance(values, list | dict):
                 raise TypeError("one value")
+            if isinstance(values, dict) and not {"low", "high"} <= values.keys() <= RANGE:
+                raise TypeError(f"of {', '.join(map(str, values))}")
             drawn = _suggest(trial, key, values)  # a yes or no, say, is none of a range
             ends = values if isinstance(values, list) else [values["low"], values["high"]]
             for value in [*ends, drawn]:
@@ -308,8 +316,8 @@ def _check_space(config: SearchConfig, settings: dict[str, Any], space: dict[str
             faults.append(str(error))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             faults.append(
-                f"{key}={values}: no range ({first_line(error)}). Allowed: {{low: A, high: B, "
-                "log: true}, or a list"
+                f"{key}={values}: no range ({first_line(error)}). Allowed: {{low: A, high: B}}, "
+                "A below B, with log: true or step: S; or a list"
             )
     if not space or faults:
         raise ConfigError(f"space={config.space}: " + ("\n  ".join(faults) or "is empty"))
@@ -327,7 +335,8 @@ def _shares(config: SearchConfig) -> list[dict[str, str]]:
         return [{}]
     import torch
 
-    strategy = read_settings(config.config_file) if config.config_file is not None else {}
+    file = config.config_file
+    strategy = read_settings(file, "config_file") if file is not None else {}
     count = 0 if strategy.get("use_cpu") else torch.cuda.device_count()
     if not count:
         return [{}] * num_trials

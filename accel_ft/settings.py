@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,8 +13,8 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from accel_ft.config import FILE_KEYS, ROW_KEYS, Config, type_name
-from accel_ft.errors import ConfigError, nearest
+from accel_ft.config import FILE_KEYS, ROW_KEYS, Config, DataConfig, type_name
+from accel_ft.errors import LONGEST, ConfigError, nearest
 
 LAUNCH_OPTIONS = (
     "mixed_precision", "num_processes", "num_machines", "config_file", "cpu", "multi_gpu",
@@ -41,6 +41,14 @@ ELSEWHERE = dict.fromkeys(LAUNCH_OPTIONS, "It is one of `accelerate launch`, bef
     "lr": "Fix: learning_rate",
     "epochs": "Fix: num_train_epochs",
     "do_train": "Fix: leave it out; it always trains",
+    "do_eval": "Fix: leave it out; it always evaluates",
+    "do_predict": "Fix: leave it out; where there are test rows it leaves predictions.npz",
+    "dropout": "Fix: in the model's config.json, by its own names, as hidden_dropout_prob",
+    "revision": "Fix: hf download --revision ... --local-dir FOLDER, and that folder",
+    "tokenizer_name": "Fix: leave it out; it is the model's own",
+    "run_name": "Fix: leave it out; trackers call a run by its output_dir",
+    "data_seed": "Fix: seed, which decides the order of rows, too",
+    "dataloader_drop_last": "Fix: leave it out; a short last batch counts by its rows",
     "num_labels": "Fix: leave it out; the rows say how many",
 }
 GROUPS = {  # of --help, by the key that each begins with
@@ -94,7 +102,7 @@ def parse(
     for word in unknown:
         if word.startswith("--"):
             key = word.removeprefix("--").split("=")[0]
-            faults.append(f"--{key}: unknown key.{_meant(key, config_class)}")
+            faults.append(f"--{key}: unknown key.{meant(key, config_class.model_fields)}")
         elif not any(fault.startswith("--") for fault in faults):
             faults.append(f"{word}: belongs to no key. Allowed: --key value")
     config = checked(config_class, values, base(values), origin, faults)
@@ -105,10 +113,11 @@ def parse(
     return config
 
 
-def _meant(key: str, config_class: type[Config]) -> str:
+def meant(key: str, known: Collection[str]) -> str:
+    """Return what to say of a key that is not `known`."""
     if key in ELSEWHERE:
         return f" {ELSEWHERE[key]}"
-    return nearest(key, config_class.model_fields) or " --help names the keys"
+    return nearest(key, known) or " --help names the keys"
 
 
 def checked(
@@ -145,7 +154,7 @@ def checked(
             where = origin.get(key, "")
             allowed = type_name(fields[key].annotation) if key in fields else ""
             if item["type"] == "extra_forbidden":
-                listed.append(f"{key}{where}: unknown key.{_meant(key, config_class)}")
+                listed.append(f"{key}{where}: unknown key.{meant(key, fields)}")
             elif item["type"] == "missing":
                 listed.append(f"{key}: is needed. Fix: --{key} {allowed}")
             elif item["type"] == "bool":
@@ -158,7 +167,10 @@ def checked(
                 }.get(item["type"], item["msg"].replace("Input should be", "must be"))
                 is_range = item["type"].startswith(("greater_than", "less_than"))
                 words += "" if is_range else f". Allowed: {allowed}"
-                listed.append(f"{key}={item['input']}{where}: {words}")
+                given = item["input"]
+                is_short = isinstance(given, str) or len(str(given)) <= LONGEST
+                found = given if is_short else f"a {type(given).__name__}"
+                listed.append(f"{key}={found}{where}: {words}")
         # For what is wrong between the others; what is missing is a text or an existing file.
         sound = {key: value for key, value in values.items() if key not in faulty}
         required = {key: __file__ for key, field in fields.items() if field.is_required()}
@@ -174,13 +186,13 @@ def checked(
     return config
 
 
-def read_settings(path: Path) -> dict[str, Any]:
-    """Read the keys of a YAML file, unchecked.
+def read_settings(path: Path, name: str = "config") -> dict[str, Any]:
+    """Read the keys of a YAML file, unchecked; `name`d so in messages.
 
     Raises:
         ConfigError: it is no flat mapping.
     """
-    return {key: value for key, value, _ in _read_yaml(path)}
+    return {key: value for key, value, _ in _read_yaml(path, name)}
 
 
 def run_settings(values: dict[str, Any]) -> dict[str, Any]:
@@ -244,10 +256,12 @@ def read_receipt(run: Path) -> dict[str, Any]:
     path = run / "receipt.json"
     try:
         receipt: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        receipt["identity"]["labels"], receipt["data"]["train"], receipt["strategy"]["device"]
+        [start["step"] for start in receipt["starts"]]
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(f"{run}: holds no run of accel_ft (no receipt.json)") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error})") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error!r})") from error
     return receipt
 
 
@@ -267,6 +281,7 @@ def _parser(config_class: type[Config], prog: str) -> argparse.ArgumentParser:
         "--print_config", action="store_true", help="print every key as it would be used, and stop"
     )
     group = parser.add_argument_group("keys")
+    of_run = "checkpoint" in config_class.model_fields
     for key, field in config_class.model_fields.items():
         if key in GROUPS:
             group = parser.add_argument_group(GROUPS[key])
@@ -274,6 +289,8 @@ def _parser(config_class: type[Config], prog: str) -> argparse.ArgumentParser:
         value = ",".join(field.default) if isinstance(field.default, tuple) else field.default
         value = "none" if value in (None, "") else value
         default = "required" if field.is_required() else f"default: {value}"
+        if of_run and key in DataConfig.model_fields:
+            default = "default: the run's" + f", else {value}" * (value != "none")
         metavar, words = type_name(field.annotation), f"{about} ({default})"
         if ",..." in metavar:  # a,b or a b
             group.add_argument(f"--{key}", nargs="*", metavar=metavar, help=words)
@@ -291,22 +308,22 @@ def _from_text(key: str, field: FieldInfo, value: Any) -> Any:
     return None if is_none and type(None) in typing.get_args(field.annotation) else value
 
 
-def _read_yaml(path: Path) -> Iterator[tuple[str, Any, int]]:
+def _read_yaml(path: Path, name: str = "config") -> Iterator[tuple[str, Any, int]]:
     """Yield key, value, line of a flat YAML mapping; plain data only, no tags."""
     if not path.is_file():
-        raise ConfigError(f"config={path}: there is no such file")
+        raise ConfigError(f"{name}={path}: there is no such file")
     try:
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"config={path}: cannot be read: {reason}") from error
+        raise ConfigError(f"{name}={path}: cannot be read: {reason}") from error
     if root is None:
         return
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(
-            f"config={path}: must be a mapping. Allowed: lines of the form `key: value`"
+            f"{name}={path}: must be a mapping. Allowed: lines of the form `key: value`"
         )
     seen: dict[str, int] = {}
     for key_node, _ in root.value:

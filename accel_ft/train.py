@@ -4,16 +4,20 @@ accelerate launch --config_file STRATEGY.yaml -m accel_ft.train --config JOB.yam
 """
 
 import logging
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from shlex import quote
+from shutil import which
 from typing import Any
 
 from accel_ft.config import METRICS, TrainConfig
 from accel_ft.errors import (
     DOCTOR,
     ConfigError,
+    LaunchError,
     Preempted,
     RankError,
     UserError,
@@ -61,7 +65,6 @@ def fit(config: TrainConfig) -> None:
     from accel_ft.runtime import trackers
     from accel_ft.runtime.launch import make_training_accelerator
     from accel_ft.runtime.logging import read_events, setup_logging
-    from accel_ft.runtime.receipt import about_strategy
     from accel_ft.runtime.watch import Watch
 
     accelerator = make_training_accelerator(
@@ -72,10 +75,7 @@ def fit(config: TrainConfig) -> None:
     rank, is_main = accelerator.process_index, accelerator.is_main_process
     setup_logging(is_main)
     if config.reproduce is not None:
-        was = read_receipt(config.reproduce)["strategy"]
-        for key, now in about_strategy(accelerator).items():
-            if was[key] != now:  # the curve may be the same, its last bits are not
-                logger.warning("reproduce: %s was %s, now it is %s", key, was[key], now)
+        _check_conditions(config, accelerator)
     ranks = config.output_dir / "ranks"
     _make_folder(config, ranks)
     with (
@@ -110,6 +110,25 @@ def fit(config: TrainConfig) -> None:
         _finish(config, events)
 
 
+def _check_conditions(config: TrainConfig, accelerator: Any) -> None:
+    """Warn where a run that is reproduced ran otherwise; in another precision it cannot be."""
+    from accel_ft.runtime.receipt import about_machine, about_strategy
+
+    assert config.reproduce is not None
+    receipt = read_receipt(config.reproduce)
+    was = receipt["strategy"] | {"threads": receipt["machine"]["threads"]}
+    now = about_strategy(accelerator) | {"threads": about_machine(accelerator.device)["threads"]}
+    key = "mixed_precision"
+    if was[key] != now[key] and key not in config.allow_changed:
+        raise LaunchError(
+            f"reproduce={config.reproduce}: {key} was {was[key]}, now it is {now[key]}. Fix: "
+            f"`accelerate launch --{key} {was[key]}`, or --allow_changed {key}"
+        )
+    for key, value in now.items():
+        if was.get(key) != value:  # the curve may be the same, its last bits are not
+            logger.warning("reproduce: %s was %s, now it is %s", key, was.get(key), value)
+
+
 def _make_folder(config: TrainConfig, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -133,8 +152,8 @@ def _own(config: TrainConfig, lock: Path) -> Iterator[None]:
         for name in RESULTS if has_checkpoints else RESULTS + RECORD:
             if (folder / name).exists() and not has_receipt:
                 raise ConfigError(
-                    f"output_dir={folder}: holds a `{name}` that is no run's, which this one's "
-                    "would replace. Fix: another --output_dir"
+                    f"output_dir={folder}: holds a `{name}` but no receipt.json, so it is no run's "
+                    "and would be replaced. Fix: move it away, or another --output_dir"
                 )
         is_begun = has_checkpoints or (folder / "metrics.jsonl").exists()
         if is_begun and config.resume_from_checkpoint is None:
@@ -200,7 +219,10 @@ def _say_farewell(config: TrainConfig, events: list[dict[str, Any]]) -> None:
     if report.exists():
         print(f"report: {report}")
     pair = ' --text_pair "..."' if config.text_pair_column is not None else ""
-    print(f'predict: python -m accel_ft.predict --checkpoint {place} --text "..."{pair}')
+    nearer = min(sys.executable, os.path.relpath(sys.executable), key=len)
+    is_active = Path(which("python") or "").parent == Path(sys.executable).parent
+    python = "python" if is_active else quote(nearer)
+    print(f'predict: {python} -m accel_ft.predict --checkpoint {place} --text "..."{pair}')
 
 
 def _compare(first: Path, again: Path) -> None:

@@ -3,14 +3,28 @@
 if [[ -n ${ZSH_VERSION:-} ]]; then
     type compdef >/dev/null || { autoload -U compinit && compinit; }
     autoload -U bashcompinit && bashcompinit
+else # what completed these before goes on with all that is not ours
+    for _accel_ft_name in accelerate python python3; do
+        for _accel_ft_load in _comp_load _completion_loader; do
+            declare -F $_accel_ft_load >/dev/null && $_accel_ft_load $_accel_ft_name &>/dev/null && break
+        done
+        [[ $(complete -p $_accel_ft_name 2>/dev/null) =~ -F\ ([^ ]+) && ${BASH_REMATCH[1]} != _accel_ft ]] &&
+            eval "_accel_ft_before_$_accel_ft_name=${BASH_REMATCH[1]}"
+    done
 fi
 _accel_ft() {
     local word=${COMP_WORDS[COMP_CWORD]} command="" known="" position python=${COMP_WORDS[0]}
     for ((position = 1; position < COMP_CWORD; position++)); do
         [[ ${COMP_WORDS[position]} == accel_ft.* ]] && command=${COMP_WORDS[position]//[^a-z_.]/}
     done
-    if ((COMP_CWORD > 0)) && [[ ${COMP_WORDS[COMP_CWORD - 1]} == -m ]]; then
+    if ((COMP_CWORD > 0)) && [[ ${COMP_WORDS[COMP_CWORD - 1]} == -m && (accel_ft. == "$word"* || $word == accel_ft.*) ]]; then
         COMPREPLY=($(compgen -W "$(printf 'accel_ft.%s ' doctor evaluate export predict report search train)" -- "$word"))
+        return
+    fi
+    local before=_accel_ft_before_${COMP_WORDS[0]##*/}
+    eval "before=\${$before:-}"
+    if [[ -z $command && -n $before ]]; then
+        "$before" "$@"
         return
     fi
     if [[ -z $command || $word != -* ]]; then
@@ -21,7 +35,7 @@ _accel_ft() {
     eval "known=\$$keys"
     if [[ -z $known ]]; then # asked once a shell
         [[ $python == *accelerate ]] && python=python3
-        known=$("$python" -m "$command" --help 2>/dev/null | grep -o -- '^ *--[a-z_]*' | sort -u)
+        known=$("$python" -m "$command" --help 2>/dev/null | grep -o -- '^ *--[a-z_]*' | tr -d ' ' | sort -u)
         eval "$keys=\$known"
     fi
     COMPREPLY=($(compgen -W "$known" -- "$word"))

@@ -112,9 +112,8 @@ def model_folder(path: str) -> str:
 
     Args:
         path: a run's folder (its model/, or where that is not written yet its newest checkpoint), a
-            published
-            checkpoint, or any Hugging Face folder, Hub id or package:// model, which are returned
-            as they are.
+            published checkpoint, or any Hugging Face folder, Hub id or package:// model, which are
+            returned as they are.
 
     Raises:
         CheckpointError: for a run without a checkpoint, or a damaged checkpoint.

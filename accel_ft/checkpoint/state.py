@@ -257,7 +257,7 @@ def _can_differ(key: str, saved: Any, wanted: Any) -> bool:
     """Other label names are a choice, another number of them, or other adapters, another model."""
     if key == "labels":
         return len(saved or ()) == len(wanted)
-    return key not in ("lora_r", "lora_target_modules")
+    return key not in ("lora_r", "lora_target_modules", "freeze")
 
 
 def _told(error: BaseException) -> str:

@@ -201,11 +201,11 @@ def remove(folder: Path) -> None:
     _remove_leftover(doomed)
     if folder.exists():
         folder.rename(doomed)
-        doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed)
+        _remove_leftover(doomed, ignore_errors=False)
 
 
-def _remove_leftover(path: Path) -> None:
-    path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
+def _remove_leftover(path: Path, ignore_errors: bool = True) -> None:
+    path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors)
 
 
 def _manifest(entries: dict[str, Any]) -> str:

@@ -57,7 +57,8 @@ class Padding:
         longest: tokens of the longest row; the greatest width.
         device: decides the widths: multiples of 8, which suit the matrix units, on an accelerator;
             on a CPU, whose library keeps kernels of some MB for every width it has met, finer ones
-            for short rows: multiples of 2 to 32 tokens, of 4 to 64, of 8 beyond.
+            for short rows: multiples of 2 to 32 tokens, of 4 to 64, of 8 beyond. None is below 8:
+            Funnel and CANINE, which pool neighbours, fail on less than 5.
         few: two widths an octave only, because a new one costs a compilation.
     """
 
@@ -71,7 +72,7 @@ class Padding:
         self.eval_batch_size = 16 if device.type == "cpu" else 64
         steps = np.arange(8, longest + 8, 8, dtype=np.int64)
         if device.type == "cpu":
-            steps = np.concatenate([steps, np.arange(2, 32, 2), np.arange(32, 64, 4)])
+            steps = np.concatenate([steps, np.arange(8, 32, 2), np.arange(32, 64, 4)])
         if few:
             powers = 2 ** np.arange(4, max(longest, 16).bit_length() + 1)
             steps = np.concatenate([powers, powers // 2 * 3])

@@ -2,8 +2,8 @@
 ranks.
 
 A pure function of (seed, epoch, lengths, global batch size). It knows nothing of ranks or
-processes, needs memory
-for one window, and finds any position by arithmetic: a resume is an index, not a replay.
+processes, needs memory for one window, and finds any position by arithmetic: a resume is an index,
+not a replay.
 
 Legend: n samples, G global batch size, S steps (updates) of an epoch = ceil(n / G), M micro-batches
     of one update = ranks x accumulation steps. Epoch e shuffles 0..n-1 with a keyed permutation.

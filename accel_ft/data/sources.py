@@ -10,7 +10,7 @@ import csv
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accel_ft.config import SPLITS, Config, DataConfig
-from accel_ft.data.targets import MEANT, canonical
+from accel_ft.data.targets import MEANT, canonical, is_encodable
 from accel_ft.errors import ConfigError, DataError, nearest
 from accel_ft.runtime.files import sha256
 from accel_ft.runtime.hub import fetching
@@ -204,6 +204,8 @@ def _read_delimited(
             header = fields
             _refuse_twice(name, header)
         elif len(fields) != len(header):
+            if hint := _other_delimiter(header):  # else each row has as many as it has commas
+                raise DataError(f"{name}: {hint}")
             yield place, f"{len(fields)} fields, where the header has {len(header)}"
         elif delimiter == "\t" and any(
             "\n" in field and ("\t" in field or len(header) == 1) for field in fields
@@ -216,15 +218,30 @@ def _read_delimited(
         raise DataError(f"{name}: is empty")
 
 
+def _other_delimiter(columns: Collection[Any]) -> str:
+    """What to say of a header that is one column, and looks like several; else ""."""
+    signs = {";", "\t", "|", ","} & set(*columns) if len(columns) == 1 else ()
+    told = "in its name: a csv has commas, a tsv tabs"
+    return f"its one column has {next(iter(signs))!r} {told}" if signs else ""
+
+
 def _refuse_twice(name: str, columns: list[str]) -> None:
     twice = sorted({column for column in columns if columns.count(column) > 1})
     if twice:
         raise DataError(f"{name}: column {twice[0]!r} occurs twice")
 
 
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    item = dict(pairs)
+    if len(item) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} stands in it twice")
+    return item
+
+
 def _json_row(line: str) -> dict[str, Any] | str:
     try:
-        return _row(json.loads(line))
+        return _row(json.loads(line, object_pairs_hook=_without_twins))
     except (ValueError, RecursionError) as error:
         return f"is not JSON ({error})"
 
@@ -233,7 +250,7 @@ def _read_json(text: str, name: str) -> Iterator[Record]:
     if text.strip() == "":
         raise DataError(f"{name}: is empty")
     try:
-        items = json.loads(text)
+        items = json.loads(text, object_pairs_hook=_without_twins)
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"{name}: is not JSON ({error}). Fix: one object a line is format jsonl"
@@ -357,12 +374,9 @@ def check_columns(name: str, record: dict[str, Any], config: Config) -> None:
         for key, column in wanted.items()
         if column is not None and column not in record
     ]
-    if faults and len(record) == 1 and (signs := {";", "\t", "|"} & set(next(iter(record)))):
-        faults.append(
-            f"its one column has {signs.pop()!r} in its name: a csv has commas, a tsv tabs"
-        )
     if faults:
-        raise DataError("\n  ".join(faults))
+        hint = _other_delimiter(record.keys())
+        raise DataError("\n  ".join([*faults, *filter(None, [hint])]))
 
 
 def check_first_rows(config: DataConfig) -> None:
@@ -393,9 +407,7 @@ def read_text(record: dict[str, Any], column: str, pair: str | None) -> tuple[Te
         text = record.get(name)
         if not isinstance(text, str):
             return "", f"{name} is {_show(text)}, not a text"
-        try:
-            text.encode()
-        except UnicodeEncodeError:
+        if not is_encodable(text):
             return "", f"{name} holds half a surrogate pair, which is no character"
         texts.append(text)
     return (texts[0] if pair is None else (texts[0], texts[1])), None

@@ -166,7 +166,7 @@ def load_splits(config: TrainConfig, tokenizer: Any, model_labels: Sequence[str]
             len(validation), seen, len(names),
         )  # fmt: skip
     if len(validation) < FEW_ROWS:
-        spread = f": an accuracy of 0.5 on them is uncertain by {0.98 / len(validation) ** 0.5:.2f}"
+        spread = f": an accuracy on them is uncertain by up to {0.98 / len(validation) ** 0.5:.2f}"
         is_share = config.problem_type == "single_label_classification"
         logger.warning("%d validation rows are few%s", len(validation), spread * is_share)
     _warn_of_look_alikes(names)
@@ -258,7 +258,10 @@ def _warn_of_look_alikes(names: list[str]) -> None:
 def _refuse_lost(key: str, names: list[str], counts: Iterable[int]) -> None:
     lost = [name for name, count in zip(names, counts, strict=True) if count == 0]
     if lost:
-        raise ConfigError(f"{key}=balanced: no training row has the label {lost[0]!r}")
+        raise ConfigError(
+            f"{key}=balanced: no training row has the label {lost[0]!r}. Fix: rows of it, or "
+            f"without {key}"
+        )
 
 
 def load_eval_split(

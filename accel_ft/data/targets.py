@@ -18,7 +18,7 @@ from accel_ft.errors import DataError, nearest
 if TYPE_CHECKING:
     from accel_ft.data.tokenize import TokenStore
 
-FLOAT32_MAX = 3.4e38
+GREATEST = 1e18  # number, whose square still fits a float32
 INTEGER = re.compile(r"-?[0-9]{1,4000}")
 LABELS_SHOWN, FAULTS_SHOWN = 20, 10
 
@@ -132,7 +132,12 @@ def _label(value: Any, names: tuple[str, ...] | None) -> str | None:
         return names[value] if 0 <= value < len(names) else None
     if isinstance(value, int):
         return str(value)
-    return value if isinstance(value, str) and value != "" else None
+    return value if isinstance(value, str) and value != "" and is_encodable(value) else None
+
+
+def is_encodable(text: str) -> bool:
+    """Whether a text holds characters alone: of JSON, it may hold half of a surrogate pair."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _number(value: Any) -> str | None:
@@ -140,7 +145,7 @@ def _number(value: Any) -> str | None:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    is_number = not isinstance(value, bool) and abs(number) < FLOAT32_MAX  # not NaN, not infinite
+    is_number = not isinstance(value, bool) and abs(number) < GREATEST  # nor NaN
     is_number = is_number and "_" not in str(value)  # Python's own way of writing
     return repr(number) if is_number else None
 
@@ -150,7 +155,7 @@ MEANT = {
     "--problem_type regression, lists multi_label_classification)",
     "multi_label_classification": "a list of different labels (jsonl, json, parquet), or text with "
     "label_separator",
-    "regression": "a finite number",
+    "regression": "a finite number below 1e18",
 }
 
 

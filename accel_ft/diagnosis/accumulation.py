@@ -28,11 +28,13 @@ from accel_ft.diagnosis.finding import (
     skipped,
     warned,
 )
-from accel_ft.diagnosis.gradients import gradients_of, whole
+from accel_ft.diagnosis.gradients import gradients_of
+from accel_ft.runtime.fsdp import whole
 
 Update = list[str]
 BACKWARD, REDUCE, STEP, SCHEDULE = "backward", "reduce", "step", "schedule"
 LEFT, WITHIN = "left", "step within the backward pass"
+UNSUMMED = "unsummed"
 
 
 class _Recorder:
@@ -44,7 +46,8 @@ class _Recorder:
         self.outermost: Callable[..., None] = self.backward
         self.used: dict[Any, tuple[Any, int]] = {}
         self.added: set[Any] = set()
-        self.sums_next = False
+        self.sums_next = self.is_summed = self.is_unsummed = False
+        self.replicated: dict[Any, tuple[Any, int]] = {}  # gradients of what several ranks train
 
     def forward(self, model: nn.parallel.DistributedDataParallel, _: Any) -> None:
         """Note whether DDP will sum the gradients of this pass over the ranks."""
@@ -84,18 +87,17 @@ class _Recorder:
         """Note a backward pass, and the gradients that a step has used and nothing has cleared."""
         self.used = {p: (p.grad, _version(p.grad)) for p in _filled(self.used)}
         self.added = set(_filled(self.added))
+        self.replicated = {p: (p.grad, _version(p.grad)) for p in self.replicated}
         self.events.append(BACKWARD)
         if self.sums_next:
             self.events.append(REDUCE)
-            self.sums_next = False
+        self.is_summed, self.sums_next = self.sums_next, False
 
     def after_backward(self) -> None:
         """Keep in mind which of these the pass added to; another model's stay as they were."""
-        self.added |= {
-            p
-            for p, (gradient, version) in self.used.items()
-            if p.grad is not None and (p.grad is not gradient or _version(gradient) > version)
-        }
+        self.added |= _changed(self.used)
+        if self.is_summed or _changed(self.replicated):
+            self.is_unsummed = not self.is_summed
 
     def step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Note an optimizer's step, and whether it takes what it had taken before: what another
@@ -104,6 +106,8 @@ class _Recorder:
         taken = _filled(p for group in optimizer.param_groups for p in group["params"])
         if not self.added.isdisjoint(taken):
             self.events.append(LEFT)
+        if self.is_unsummed and not self.replicated.keys().isdisjoint(taken):
+            self.events.append(UNSUMMED)
         self.added.difference_update(taken)
         self.events.append(STEP)
         self.used |= dict.fromkeys(taken, (None, 0))
@@ -118,9 +122,18 @@ def _filled(parameters: Iterable[Any]) -> list[Any]:
     return [p for p in parameters if p.grad is not None and bool(p.grad.any())]
 
 
-def _version(gradient: torch.Tensor) -> int:
+def _changed(gradients: dict[Any, tuple[Any, int]]) -> set[Any]:
+    """Those of the parameters whose gradients are not what they were, or were written to."""
+    return {
+        p
+        for p, (gradient, version) in gradients.items()
+        if p.grad is not None and (p.grad is not gradient or _version(gradient) > version)
+    }
+
+
+def _version(gradient: Any) -> int:
     """How often a gradient was written to; FSDP2 writes to its share."""
-    return getattr(gradient, "_local_tensor", gradient)._version
+    return 0 if gradient is None else int(getattr(gradient, "_local_tensor", gradient)._version)
 
 
 @contextlib.contextmanager
@@ -129,7 +142,8 @@ def recording(model: nn.Module | None = None) -> Iterator[list[str]]:
     "left" before a step on gradients that were added to those of the step before.
 
     Args:
-        model: wrapped by DDP; a backward pass whose gradients it sums is followed by "reduce".
+        model: wrapped by DDP; a backward pass whose gradients it sums is followed by "reduce", and
+            a step on what it has not summed preceded by "unsummed".
     """
     recorder = _Recorder()
     hooks = [
@@ -139,6 +153,8 @@ def recording(model: nn.Module | None = None) -> Iterator[list[str]]:
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     if isinstance(model, nn.parallel.DistributedDataParallel):
         hooks.append(model.register_forward_pre_hook(recorder.forward))
+        if num_ranks() > 1:
+            recorder.replicated = dict.fromkeys(model.parameters(), (None, 0))
     patches = [
         recorder.noting(torch.autograd, "backward", recorder.backward),
         recorder.noting(torch.amp.GradScaler, "step", lambda _, one, *__: recorder.step(one)),
@@ -206,6 +222,12 @@ def accumulation_calls(  # noqa: PLR0911
         return failed(
             f"{events.count(LEFT)} updates begin with the gradients of the one before",
             "optimizer.zero_grad() after each step",
+        )
+    if UNSUMMED in events:
+        return failed(
+            f"{events.count(UNSUMMED)} updates step on gradients not summed over the ranks",
+            "the last backward pass of an update outside no_sync() (accelerator.accumulate does "
+            "so), and each forward pass through the model that DDP has wrapped",
         )
     about = f"{len(updates)} updates of {listed(sorted(set(counts)), 8)} micro-batches"
     if most > accumulation_steps:

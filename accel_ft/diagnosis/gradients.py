@@ -53,12 +53,6 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of which each rank may hold a share; then it is collective."""
-    full: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return full
-
-
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Put gradients, buffers and random numbers back as they were."""

@@ -370,7 +370,9 @@ def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
     batch = send_to_device(batch, run.accelerator.device)
     size = getattr(model.config, "hidden_size", None) or 384
     rate = 0.1 / size  # 1e-4 for 1,024, more for smaller ones, and for adapters, which begin at 0
-    optimizer = make_optimizer(model, rate * (10 if run.config.lora_r else 1), 0.0)
+    if run.config.lora_r is not None:
+        rate = min(10 * rate, learning.HIGHEST_RATE)
+    optimizer = make_optimizer(model, rate, 0.0)
 
     def step() -> float:
         loss = _loss(run, model, batch, smoothing=0.0) / len(chosen)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accel_ft.diagnosis.finding import Finding, check, failed, listed, passed, skipped, warned
-from accel_ft.diagnosis.gradients import whole
+from accel_ft.runtime.fsdp import whole
 
 ENOUGH_UPDATES = 20  # to tell a loss that does not fall
 FALLING = 0.9
@@ -111,11 +111,10 @@ def overfits(
             return passed(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} updates")
         if not math.isfinite(losses[-1]):
             break
-    about = (
-        f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} updates, not below {goal:.3g}"
-    )
+    about = f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} updates"
     if len(losses) < steps and losses[-1] < losses[0] / 2:
-        return passed(f"{about}: half, which {seconds:.0f} s allow")
+        return passed(f"{about}, all that {seconds:.0f} s allow: less than half is enough")
+    about = f"{about}, not below {goal:.3g}"
     falls = losses[-1] < FALLING * losses[0]
     if len(losses) < (steps if falls else min(steps, ENOUGH_UPDATES)) and math.isfinite(losses[-1]):
         return skipped(f"{about}: too slow a device to tell in {seconds:.0f} s")

@@ -83,7 +83,8 @@ def same_weights(model: nn.Module) -> Finding:
         model,
         model.named_parameters(),
         "the same seed on every rank before the model is made (accelerate.utils.set_seed), or "
-        "accelerator.prepare(model), which sends rank 0's round; no step of one rank alone",
+        "accelerator.prepare(model), which sends rank 0's round; gradients that are summed (see "
+        "`accumulation`); no step of one rank alone",
     )
 
 

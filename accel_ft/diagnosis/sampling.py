@@ -65,10 +65,9 @@ def training_sampling(
 
     Returns:
         FAIL where ranks read the same rows, rows are missing, or both epochs of more than 8 rows a
-        rank have one order, and
-        where a rank reads all its rows as many times; WARN where it reads some again. The random
-        numbers are as before, the epoch is 0. Rows that are left out or repeated at the end of an
-        epoch, fewer than one batch of all ranks, are no fault.
+        rank have one order, and where a rank reads all its rows as many times; WARN where it reads
+        some again. The random numbers are as before, the epoch is 0. Rows that are left out or
+        repeated at the end of an epoch, fewer than one batch of all ranks, are no fault.
 
     Raises:
         ValueError: `ids` finds no numbers in a batch.

@@ -54,6 +54,11 @@ NEEDS = {  # keys that do nothing without one of others
     **dict.fromkeys(("hub_model_id", "hub_private_repo"), ("push_to_hub",)),
     "lr_reference_batch_size": ("lr_scaling",),
 }
+IDLE_UNDER = (  # key, and the values of another under which it does nothing
+    ("warmup_steps", "lr_scheduler_type", ("constant",)),
+    ("layerwise_lr_decay", "freeze", ("encoder",)),
+    ("label_separator", "problem_type", ("single_label_classification", "regression")),
+)
 
 
 def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
@@ -267,10 +272,16 @@ def _resolve_batch(
 
 def _warn_of_idle_keys(config: TrainConfig, num_steps: int) -> None:
     """Warn of keys that were set and do nothing in this job."""
+
+    def is_set(key: str) -> bool:
+        return bool(getattr(config, key) != TrainConfig.model_fields[key].default)
+
     for key, needed in NEEDS.items():
-        is_set = getattr(config, key) != TrainConfig.model_fields[key].default
-        if is_set and all(getattr(config, each) in (None, False, "none") for each in needed):
+        if is_set(key) and all(getattr(config, each) in (None, False, "none") for each in needed):
             logger.warning("%s has no effect on training without %s", key, " or ".join(needed))
+    for key, other, values in IDLE_UNDER:
+        if is_set(key) and getattr(config, other) in values:
+            logger.warning("%s has no effect under %s=%s", key, other, getattr(config, other))
     if num_steps <= config.warmup_steps and config.lr_scheduler_type != "constant":
         logger.warning(
             "warmup_steps=%g: the run has %d updates, and never comes to its learning_rate",

@@ -7,6 +7,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn.utils import get_total_norm
 
+from accel_ft.runtime import fsdp
+
 
 def clip(accelerator: Accelerator, model: nn.Module, optimizer: Any, max_norm: float) -> Any:
     """Return the norm of the whole gradient, and clip it to `max_norm` in the coming step.
@@ -21,8 +23,7 @@ def clip(accelerator: Accelerator, model: nn.Module, optimizer: Any, max_norm: f
         A scalar tensor on the gradients' device.
     """
     if accelerator.scaler is not None or hasattr(model, "clip_grad_norm_"):
-        norm: Any = accelerator.clip_grad_norm_(model.parameters(), max_norm)
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return fsdp.whole(accelerator.clip_grad_norm_(model.parameters(), max_norm))
     trained = (p for group in optimizer.optimizer.param_groups for p in group["params"])
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
     kinds = {(type(g), g.device.type, g.dtype) for g in gradients}
@@ -32,8 +33,6 @@ def clip(accelerator: Accelerator, model: nn.Module, optimizer: Any, max_norm: f
     elif kinds == {(torch.Tensor, "cuda", torch.float32)}:
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
     else:  # the same: in three times as long on a CPU, and in a millisecond more of a GPU's host
-        norm = get_total_norm(gradients)
-    if hasattr(norm, "full_tensor"):
-        norm = norm.full_tensor()
+        norm = fsdp.whole(get_total_norm(gradients))
     optimizer.optimizer.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)
     return norm

@@ -23,8 +23,8 @@ def finish(run: Run) -> None:
     if run.step < run.num_steps:
         best = f"{run.best['metric']} {run.best['value']:.4f}" if run.best else "none"
         logger.info(
-            "stopped early: %d evaluations in a row were not better by %g; the best is %s",
-            run.num_worse, run.config.early_stopping_threshold, best,
+            "stopped early, as no evaluation of the last %d was better by more than %g; the best "
+            "is %s", run.num_worse, run.config.early_stopping_threshold, best,
         )  # fmt: skip
     model_step, best_step = run.step, run.protected_step
     if best_step is not None:

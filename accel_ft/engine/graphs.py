@@ -1,8 +1,8 @@
 """A micro-batch's passes on a GPU as CUDA graphs, one for each shape of batch.
 
 The kernels of a small model take less time than the host needs to launch them one by one, each with
-some Python before it. A graph is launched as one. It does what was recorded: the
-same kernels in the same order, so the losses, the gradients and dropout's draws of before.
+some Python before it. A graph is launched as one. It does what was recorded: the same kernels in
+the same order, so the losses, the gradients and dropout's draws of before.
 
 A shape is recorded when it comes for the second time: its first passes have loaded its kernels.
 """

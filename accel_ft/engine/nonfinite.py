@@ -121,8 +121,9 @@ def may_skip(run: Run) -> bool:
         pass_over = ", or on_nonfinite: skip or rollback" * (policy == "stop")
         raise UserError(
             f"{message}, counted from 0{in_a_row}. The weights are those of update {outcome.step}; "
-            f"the newest checkpoint is {newest[0] if newest else 'none'}. Fix: a lower "
-            "learning_rate, more warmup_steps, mixed_precision bf16 or no instead of fp16"
+            f"the newest checkpoint is {newest[0] if newest else 'none'}. Fix: "
+            + ("sound pretrained weights, smaller class_weights or labels; " * (number == 1))
+            + "a lower learning_rate, more warmup_steps, mixed_precision bf16 or no instead of fp16"
             + pass_over
         )
     logger.warning("%s: %s", message, policy)

@@ -26,7 +26,7 @@ from accel_ft.engine.evaluation import evaluate
 from accel_ft.engine.graphs import Graphs
 from accel_ft.errors import CheckpointError, Preempted
 from accel_ft.model import adapters
-from accel_ft.runtime.logging import EventLog, progress_bar
+from accel_ft.runtime.logging import TERMINAL, EventLog, progress_bar
 from accel_ft.runtime.profile import SKIPPED, make_profiler
 from accel_ft.runtime.trackers import Trackers
 from accel_ft.runtime.watch import Watch
@@ -146,8 +146,7 @@ class Run:
                 self.profiler.start()
         self._leave_loader()
         self.bar.n = self.step
-        self.timed_samples = self.timed_tokens = self.padded_tokens = 0
-        self.timed_since = time.monotonic()
+        self._restart_clock()
         if self.eval_is_due:
             self.evaluate()
         start = self.step * self.num_micro_batches
@@ -175,7 +174,9 @@ class Run:
     def resume(self, folder: Path) -> None:
         """Continue from a verified checkpoint. Collective."""
         saved = state.read_trainer_state(folder)
-        state.check_same_run(folder, saved["identity"], self.identity, self.config.allow_changed)
+        here = self.identity | {"mixed_precision": self.accelerator.mixed_precision}
+        there = saved["identity"] | {"mixed_precision": saved["mixed_precision"]}
+        state.check_same_run(folder, there, here, self.config.allow_changed)
         groups = self.scheduler.optimizer.param_groups
         num_saved = len(saved["scheduler"]["base_lrs"])
         if len(groups) != num_saved:  # which torch tells of in as many ways as there are strategies
@@ -194,7 +195,10 @@ class Run:
         lambdas = self.scheduler.lr_lambdas
         rates = [base * factor(done) for base, factor in zip(base_lrs, lambdas, strict=True)]
         if rates != saved["scheduler"]["_last_lr"]:
-            logger.info("the next learning rate is %.3g, by the settings of this start", rates[0])
+            logger.info(
+                "the schedule is that of this start's settings: the next learning rate is %.3g",
+                rates[0],
+            )
         schedule = {"base_lrs": base_lrs, "_last_lr": rates}
         self.scheduler.load_state_dict(saved["scheduler"] | schedule)
         groups = self.scheduler.optimizer.param_groups
@@ -212,12 +216,6 @@ class Run:
             self.loss_sum = math.fsum(sums) if rank == 0 else 0.0
 
     def _tell_what_differs(self, saved: dict[str, Any]) -> None:
-        precision = self.accelerator.mixed_precision
-        if saved["mixed_precision"] != precision:
-            logger.warning(
-                "trained in mixed precision %s so far, from here on in %s: the curve is another's",
-                saved["mixed_precision"], precision,
-            )  # fmt: skip
         here, there = self.plan.steps_per_epoch, saved["steps_per_epoch"]
         if there != here:
             logger.warning(
@@ -338,8 +336,17 @@ class Run:
             tokens_per_second=round(self.timed_tokens / seconds, 1),
             padding=round(1 - self.timed_tokens / sum(padded), 4) if any(padded) else None,
         )
-        self.bar.set_postfix(loss="-" if loss is None else f"{loss:.4f}", refresh=False)
+        shown = "-" if loss is None else f"{loss:.4f}"
+        self.bar.set_postfix(loss=shown, refresh=False)
+        if not TERMINAL.isatty():  # a file, whose bar has a line each half minute
+            logger.info(
+                "update %d of %d: loss %s, learning rate %.3g, %.1f samples/s",
+                self.step, self.num_steps, shown, learning_rate, self.timed_samples / seconds,
+            )  # fmt: skip
         self.loss_sum = self.loss_weight = 0.0
+        self._restart_clock()
+
+    def _restart_clock(self) -> None:
         self.timed_samples = self.timed_tokens = self.padded_tokens = 0
         self.timed_since = time.monotonic()
 
@@ -388,7 +395,10 @@ class Run:
         )  # fmt: skip
         shown = ", ".join(f"{k} {v:.4f}" for k, v in scores.items() if isinstance(v, float))
         step = about.get("model_step", self.step)
-        logger.info("%s after update %d: %s (%d rows)", name, step, shown, len(split))
+        logger.info(
+            "%s after update %d (epoch %.2f): %s (%d rows)",
+            name, step, step / self.plan.steps_per_epoch, shown, len(split),
+        )  # fmt: skip
         return scores, logits
 
     def settle(self) -> None:

@@ -52,7 +52,8 @@ def is_finished(run: Run) -> bool:
     splits = ("validation", "test")
     changed = [f"other {name} rows" for name in splits if rows.get(name) != before.get(name)]
     changed += ["another model"] * (chosen["takes_best"] != wanted["takes_best"])
-    changed += ["its model/ is gone"] * (not (run.output_dir / "model").is_dir())
+    parts = (any((run.output_dir / "model").glob(p)) for p in ("config.json", "*.safetensors"))
+    changed += ["its model/ is gone, or a part of it"] * (not all(parts))
     if changed:
         what = " and ".join(changed)
         logger.info("%s is finished; its end is made anew: %s", run.output_dir, what)
@@ -128,9 +129,22 @@ def start_or_resume(run: Run) -> None:
             (run.output_dir / name).unlink(missing_ok=True)
         if run.step > 0:
             run.events.write("resume", step=run.step, num_processes=accelerator.num_processes)
+    _announce(run)
     run.watch.wait()
     if is_others or (run.config.on_nonfinite == "rollback" and run.step == 0):
         run.save()  # what it can be rolled back to, or go on from
+
+
+def _announce(run: Run) -> None:
+    size, accelerator = run.plan.global_batch_size, run.accelerator
+    logger.info(
+        "training: %d rows, %d of %d updates to do (%d an epoch), of %d samples each: %d ranks x "
+        "%d micro-batches of %d; %.1f million parameters, %.1f of them trained; %s, precision %s",
+        len(run.splits.train), max(run.num_steps - run.step, 0), run.num_steps,
+        run.plan.steps_per_epoch, size, accelerator.num_processes, run.accumulation_steps,
+        math.ceil(size / run.num_micro_batches), run.num_parameters / 1e6, run.num_trained / 1e6,
+        accelerator.device.type, accelerator.mixed_precision,
+    )  # fmt: skip
 
 
 def _check_space(run: Run) -> None:
@@ -145,8 +159,8 @@ def _check_space(run: Run) -> None:
     free = shutil.disk_usage(run.checkpoints).free  # maybe a disk of its own
     if free < wanted:
         raise CheckpointError(
-            f"output_dir={run.output_dir}: {free / 1e6:,.0f} MB are free on its disk, this run "
-            f"needs {wanted / 1e6:,.0f} MB. Fix: free some, another output_dir, or a smaller "
+            f"output_dir={run.output_dir}: {free / 1e6:,.1f} MB are free on its disk, this run "
+            f"needs {wanted / 1e6:,.1f} MB. Fix: free some, another output_dir, or a smaller "
             "save_total_limit"
         )
 

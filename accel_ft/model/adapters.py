@@ -152,11 +152,12 @@ def merged(
     settings = {key: adapters[key] for key in READ_KEYS if key in adapters}
     model = _with_adapters(base, ADAPTER_CONFIG, **settings)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    buffers = {name for name, _ in model.named_buffers()}  # some kinds save theirs
     saved = {name.replace(".modules_to_save.default", "") for name in weights}
     lost = {name for name in drawn if f"base_model.model.{name}" not in saved}
-    if trained != weights.keys() or lost:
-        strange = ", ".join(sorted(trained ^ weights.keys() | lost)[:5])
-        raise CheckpointError(f"its adapters are not those of {folder}: {strange}")
+    if strange := sorted(trained ^ (weights.keys() - buffers) | lost):
+        told = ", ".join(strange[:5])
+        raise CheckpointError(f"its adapters are not those of {folder}: {told}")
     model.load_state_dict(weights, strict=False)
     return model.merge_and_unload()
 

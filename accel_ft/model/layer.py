@@ -195,7 +195,8 @@ class _Layer(torch.autograd.Function):
             x, query, key, value, shares, kept_shares, got, y, before, after,
             *cast, *norm, *last,
         )  # fmt: skip
-        return result.view(tokens.shape)
+        whole: torch.Tensor = torch.ops.aten._unsafe_view(result, tokens.shape)
+        return whole  # FSDP2 warns of a view
 
     @staticmethod
     @torch.autograd.function.once_differentiable

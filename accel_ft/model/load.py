@@ -24,6 +24,7 @@ T = TypeVar("T")
 PACKAGE = "package://"
 NEEDED = re.compile(r"\.\d+\.|position_embeddings\.|embed_positions\.|wpe\.")  # of a layer or place
 UNLIMITED = 10**6  # tokenizers without a limit say 10^30
+OF_ONE_LENGTH = {"nystromformer", "reformer"}  # that their batches must have
 ROBERTAS = {
     "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "xmod",
     "mpnet", "longformer", "data2vec-text", "ibert", "luke", "mluke", "lilt", "esm",
@@ -129,9 +130,6 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
             ) from error
         raise
     keep_no_truncation(tokenizer)
-    # Learned positions of a decoder (GPT-2) count padding on the left; XLNet's do not.
-    if not has_types_of_single_texts(tokenizer):
-        tokenizer.padding_side = "right"
     if len(tokenizer) <= len(set(tokenizer.all_special_tokens)) + 2:  # DeBERTa has two of its own
         raise ConfigError(
             f"{key}={folder}: its tokenizer knows no words, only {tokenizer.all_special_tokens}. "
@@ -145,6 +143,8 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
     if tokenizer.pad_token_id is None:
         raise ConfigError(f"{key}={folder}: its tokenizer has neither a pad nor an end token")
     config = load_model_config(folder, key)
+    # XLNet's head reads the last place. Learned positions (GPT-2's) would count padding before it.
+    tokenizer.padding_side = "left" if config.model_type == "xlnet" else "right"
     kinds = getattr(config.get_text_config(), "type_vocab_size", 0)
     inputs = list(tokenizer.model_input_names)
     if "token_type_ids" in inputs and kinds < 2 and not has_types_of_single_texts(tokenizer):
@@ -189,6 +189,11 @@ def load_model_config(folder: str, key: str = "model_name_or_path", **settings: 
     from transformers import AutoConfig
 
     config = _from_pretrained(key, folder, AutoConfig.from_pretrained, **settings)
+    if config.model_type in OF_ONE_LENGTH:
+        raise ConfigError(
+            f"{key}={folder}: {config.model_type} wants all batches of one length, which accel_ft "
+            "does not make. Fix: a model of another kind"
+        )
     config.return_dict = True
     config.get_text_config().use_cache = False  # a decoder's keys and values: nobody reads on
     attention = str(config._attn_implementation)

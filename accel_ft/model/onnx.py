@@ -1,5 +1,6 @@
 """A classifier as an ONNX file, checked against the model it comes from."""
 
+import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,13 @@ def write_onnx(model: Any, tokenizer: Any, folder: Path) -> float:
 
     known = ("input_ids", "attention_mask", "token_type_ids")
     names = [name for name in known if name in tokenizer.model_input_names]
-    vocabulary = min(len(tokenizer), model.get_input_embeddings().weight.shape[0])
+    known_tokens = getattr(model.config.get_text_config(), "vocab_size", len(tokenizer))
+    vocabulary = min(len(tokenizer), known_tokens)
     ends = np.ravel(model.config.eos_token_id if model.config.is_encoder_decoder else ())
     end = int(ends[0]) if ends.size and ends[0] is not None else None
     wrapped, batch = _Logits(model, names).eval(), torch.export.Dim("batch")
     shapes = tuple({0: batch, 1: torch.export.Dim.DYNAMIC} for _ in names)
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # of what else is not installed
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own
         try:

@@ -20,8 +20,10 @@ LOCK_SECONDS = 30.0  # a run that was told to stop may still be saving
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Replace a file's content; a reader, or a kill, never meets half of it."""
-    staging = path.with_name(f".{path.name}.{os.getpid()}")
+    """Replace a file's content; a reader, or a kill, never meets half of it. One process at a time:
+    what a killed one has left is written over.
+    """
+    staging = path.with_name(f".{path.name}.new")
     try:
         with staging.open("wb") as file:
             if isinstance(content, str):  # a file's name in it may be no UTF-8

@@ -97,6 +97,11 @@ def layer_classes(model: nn.Module) -> list[str]:
     return sorted(name for name, size in sizes.items() if 4 * size >= largest)
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of which each rank may hold a share; then it is collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def strategy_of(model: nn.Module) -> str:
     """Return what `Accelerator.prepare` made of a model: DDP, FSDP, or one process.
 

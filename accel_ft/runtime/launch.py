@@ -29,6 +29,7 @@ from accelerate.utils import (
 )
 from torch import nn
 
+from accel_ft import errors
 from accel_ft.errors import LaunchError
 from accel_ft.runtime import fsdp
 from accel_ft.runtime.gloo import give_groups_one_worker
@@ -88,15 +89,21 @@ def read_request() -> Request:
     )
 
 
-def find_launcher(generations: int | None = None) -> tuple[list[str], str] | None:
+def own_launcher() -> int | None:
+    """Return the number of the process that started this one where it is a launcher, whose end is
+    its ranks' end; not a shell's.
+    """
+    pid, command = errors.parent
+    is_one = "TORCHELASTIC_RUN_ID" in os.environ or launcher_words(command) is not None
+    return pid if is_one else None
+
+
+def find_launcher() -> tuple[list[str], str] | None:
     """Return the words after `accelerate launch` of the nearest such parent, and the folder it is
     in.
-
-    Args:
-        generations: how far up to look; None for all.
     """
     with contextlib.suppress(psutil.Error):
-        for parent in psutil.Process().parents()[:generations]:
+        for parent in psutil.Process().parents():
             with contextlib.suppress(psutil.Error):
                 if (found := launcher_words(parent.cmdline())) is not None:
                     return found, parent.cwd()
@@ -141,7 +148,10 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
     # Evaluation and prediction wait for a slow rank, or for what comes on standard input.
     kwargs.setdefault("kwargs_handlers", [InitProcessGroupKwargs(timeout=timedelta(days=1))])
     data = DataLoaderConfiguration(non_blocking=True)
-    accelerator = Accelerator(cpu=on_cpu, dataloader_config=data, **kwargs)
+    try:
+        accelerator = Accelerator(cpu=on_cpu, dataloader_config=data, **kwargs)
+    except ValueError as error:  # of what stands in the environment
+        raise LaunchError(f"{request.source}: accelerate cannot start: {error}") from error
     # With a mask, its backward pass gives NaN on Hopper GPUs (PyTorch's issue 196678): torch then
     # takes its flash or memory-efficient one.
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -158,11 +168,12 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
     # For `check_granted`: the YAML may be edited for the next job meanwhile.
     accelerator.asked = request
     asked = request.num_processes
-    if asked is not None and asked > 0 and accelerator.num_processes != asked:
+    if asked is not None and asked >= 0 and accelerator.num_processes != asked:
         raise LaunchError(
             f"{request.source} asks for {asked} processes, {accelerator.num_processes} run as one "
-            "group. Fix: distributed_type: MULTI_GPU (with use_cpu: true for ranks on the CPU), as "
-            "in accelerate_configs/"
+            "group. Fix: accelerate_configs/ddp.yaml or fsdp2.yaml; on the CPU cpu_ddp.yaml or "
+            "cpu_fsdp2.yaml; in a YAML of your own distributed_type: MULTI_GPU, and use_cpu: true "
+            "for the CPU"
         )
     return accelerator
 
@@ -177,6 +188,8 @@ def make_training_accelerator(timeout_seconds: float, **kwargs: Any) -> Accelera
     Raises:
         LaunchError: as `make_accelerator`.
     """
+    if own_launcher() not in (None, os.getppid()):  # ranks would wait for it to join them
+        raise LaunchError("the launcher ended before this rank had started")
     accelerator = make_accelerator(
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),

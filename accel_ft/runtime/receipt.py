@@ -14,8 +14,10 @@ from accelerate import Accelerator
 from torch.distributed import is_nccl_available
 
 import accel_ft
+from accel_ft.errors import ConfigError
 from accel_ft.runtime.files import write_whole
 from accel_ft.runtime.memory import malloc_in_use
+from accel_ft.settings import read_receipt
 
 PACKAGES = (
     "torch", "accelerate", "transformers", "tokenizers", "datasets", "evaluate", "safetensors",
@@ -31,9 +33,9 @@ def write_receipt(path: Path, accelerator: Accelerator, about_run: dict[str, Any
         about_run: fingerprints, hash of the sample order, position.
     """
     starts = []
-    with contextlib.suppress(OSError, ValueError, KeyError):
+    with contextlib.suppress(ConfigError):
         if about_run["step"] > 0:
-            starts = json.loads(path.read_text(encoding="utf-8"))["starts"]
+            starts = read_receipt(path.parent)["starts"]
     strategy, machine = about_strategy(accelerator), about_machine(accelerator.device)
     program = about_program()
     now = datetime.now(UTC).isoformat(timespec="seconds")

@@ -32,7 +32,7 @@ import torch
 from torch import distributed as dist
 
 from accel_ft.errors import LaunchError, Preempted, RankError, leave_last_words
-from accel_ft.runtime.launch import STOP_SIGNALS, find_launcher
+from accel_ft.runtime.launch import STOP_SIGNALS, own_launcher
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +86,7 @@ class Watch:
         self._killed: dict[int, str] = {}
         self._can_write = True
         self._suspected_since: float | None = None
-        # Where the parent started the ranks, its end is theirs; not a shell's or the kernel's.
-        is_launched = "TORCHELASTIC_RUN_ID" in os.environ or find_launcher(1) is not None
-        self._launcher = os.getppid() if is_launched else None
+        self._launcher = own_launcher()
         folder.mkdir(parents=True, exist_ok=True)
         if num_ranks > 1:
             self._patient_group = new_host_group(PATIENCE)  # rank 0 may wait for the folder's lock

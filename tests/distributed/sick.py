@@ -4,6 +4,7 @@ torchrun --nproc_per_node 2 tests/distributed/sick.py OUT.json
 Rank 0 writes {case: {"broken": finding, "mended": finding}}.
 """
 
+import contextlib
 import copy
 import json
 import os
@@ -209,6 +210,28 @@ def synchronised_too_often():
     return {"broken": epoch(False), "mended": epoch(True)}
 
 
+def unsummed():
+    """`no_sync` on all but the first micro-batch, on every one, and a way round the wrapper."""
+
+    def recorded(is_local, around=False):
+        model = DistributedDataParallel(small_model())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with accumulation.recording(model) as events:
+            for number in range(8):
+                with model.no_sync() if is_local(number % 4) else contextlib.nullcontext():
+                    net = model.module if around else model
+                    loss_of(net, ROWS[number : number + 2]).backward()
+                if number % 4 == 3:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return accumulation.accumulation_calls(events, 4)
+
+    broken = [recorded(lambda at: at != 0), recorded(lambda at: True)]
+    broken.append(recorded(lambda at: False, around=True))
+    assert len({finding.measured for finding in broken}) == 1, broken
+    return {"broken": broken[0], "mended": recorded(lambda at: at != 3)}
+
+
 # 9. FSDP: a resume that loads the model's own fresh state in place of the file's.
 
 
@@ -340,7 +363,7 @@ def healthy():
 CASES = [
     healthy,
     strided, same_data, no_set_epoch, epoch_of_one_rank, padded_evaluation, seeds, drifting_buffer, tampered, skipped_backward, probe,
-    late_rank, synchronised_too_often, fresh_state, means_of_means,
+    late_rank, synchronised_too_often, unsummed, fresh_state, means_of_means,
 ]  # fmt: skip
 
 

@@ -42,6 +42,7 @@ NAMED = {
     "probe": ("same loss", "of the same batch the ranks compute"),
     "late_rank": ("arrival at wrap", "rank 1 comes last"),
     "synchronised_too_often": ("accumulation", "summed over the ranks up to 4 times an update of 4 micro-batches"),
+    "unsummed": ("accumulation", "2 updates step on gradients not summed over the ranks"),
     "fresh_state": ("resume: model", "values differ on rank 0, 1"),
     "means_of_means": ("one against many", "update 1: loss"),
 }  # fmt: skip

@@ -21,7 +21,7 @@ from conftest import ROOT, events_of, job_words, launch, run, run_hash, write_ro
 from torch import distributed as dist
 
 from accel_ft import evaluate, predict, train
-from accel_ft.errors import CheckpointError, ConfigError, Preempted, run_command
+from accel_ft.errors import CheckpointError, ConfigError, DataError, Preempted, run_command
 
 
 def test_killed_and_resumed_is_bit_identical(
@@ -289,10 +289,9 @@ def test_quickstart(tmp_path: Path) -> None:
     assert report == f"report: {tmp_path / 'run' / 'report.html'}"
     assert float(accuracy.removeprefix("accuracy on the validation rows: ")) > 0.9
     assert model == f"model: {tmp_path / 'run' / 'model'}"
-    assert (
-        predict
-        == f'predict: python -m accel_ft.predict --checkpoint {tmp_path / "run" / "model"} --text "..."'
-    )
+    python, words = predict.removeprefix("predict: ").split(" ", 1)
+    assert Path(python).absolute() == Path(sys.executable)
+    assert words == f'-m accel_ft.predict --checkpoint {tmp_path / "run" / "model"} --text "..."'
     labelled = run(
         "python", *predict.split()[2:-1], "The keeper saved two penalties in the shoot-out"
     )
@@ -399,15 +398,25 @@ def test_ids_that_are_no_numbers(tmp_path: Path, tiny_model: Path, capsys: Any) 
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     rows = tmp_path / "rows.jsonl"
-    ids = ("1.5", "NaN", "-Infinity", "null", '"a"')
+    ids = ("1.5", "NaN", "-Infinity", "null", '"a"', '[NaN, {"b": 1e999}]')
     rows.write_text("".join(f'{{"id": {value}, "text": "a goal"}}\n' for value in ids))
     model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=3)
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path)
     predict.main(["--checkpoint", str(tmp_path), "--input", str(rows)])
     lines = capsys.readouterr().out.splitlines()
-    assert [json.loads(line)["id"] for line in lines] == [1.5, None, None, None, "a"]
+    assert [json.loads(line)["id"] for line in lines] == [
+        1.5, None, None, None, "a", [None, {"b": None}],
+    ]  # fmt: skip
     assert "NaN" not in "".join(lines)
+    (tmp_path / "rows.csv").write_text("txt,id\na,1\n")
+    with pytest.raises(DataError, match="^text_column=text: no such column in .*rows.csv. Did you"):
+        predict.main(["--checkpoint", str(tmp_path), "--input", str(tmp_path / "rows.csv")])
+    with pytest.raises(ConfigError, match="id_column=id: given with text, which has no columns"):
+        predict.main(["--checkpoint", str(tmp_path), "--text", "a", "--id_column", "id"])
+    out = ["--output", str(tmp_path / "out.jsonl")]
+    predict.main(["--checkpoint", str(tmp_path), "--input", str(rows), *out])
+    assert f"6 texts labelled: {tmp_path / 'out.jsonl'}" in capsys.readouterr().err
 
 
 def test_standard_streams_that_are_closed(rows_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

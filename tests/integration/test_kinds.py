@@ -121,6 +121,22 @@ def test_types_of_single_texts(tmp_path: Path, rows_file: Path, odd_file: Path) 
     assert [row["score"] for row in ours] == pytest.approx(scores, abs=2e-6)
 
 
+def test_padding_of_a_head_that_reads_the_last_place(
+    tmp_path: Path, rows_file: Path, odd_file: Path
+) -> None:
+    """XLNet's, with a tokenizer that pads on the right: one curve none the less."""
+    sizes = {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 32, "initializer_range": 0.2}
+    names, still = "<pad> <unk> <cls> <sep>", {"dropout": 0.0, "summary_last_dropout": 0.0}
+    model = make(tmp_path / "xlnet", "XLNet", names, "<cls> $A <sep>", **sizes, **still)
+    curves = []
+    for size in ("8", "1"):
+        words = job_words(model, rows_file, odd_file, tmp_path / size)
+        words += ["--max_steps", "4", "--per_device_train_batch_size", size]
+        train.main(words)
+        curves.append([e["loss"] for e in events_of(tmp_path / size) if e["event"] == "train"])
+    assert curves[0] == pytest.approx(curves[1], rel=2e-6)
+
+
 @pytest.mark.parametrize("model", ["Roberta", "GPT2", "Bart", "Bert"])
 def test_token_types_that_the_model_does_not_know(
     model: str, tmp_path: Path, odd_file: Path

@@ -21,7 +21,7 @@ from accel_ft.errors import CheckpointError, ConfigError, DataError, UserError
 def test_a_model_folder_that_is_no_runs(words: list[str], tmp_path: Path, tiny_model: Path) -> None:
     shutil.copytree(tiny_model, tmp_path / "run/model")
     (tmp_path / "run/model/NOTES.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="holds a `model` that is no run's"):
+    with pytest.raises(ConfigError, match="holds a `model` but no receipt.json"):
         train.main(words)
     assert (tmp_path / "run/model/NOTES.txt").read_text() == "mine"
 
@@ -97,7 +97,9 @@ def test_a_model_that_left_its_run_is_measured_as_in_it(
     evaluate.main(["--checkpoint", ".", "--max_eval_samples", "5"])  # of whichever rows
     assert json.loads(capsys.readouterr().out)["num_samples"] == 5
     settings.write_text(told)
-    with pytest.raises(ConfigError, match="is no run's. Fix: --test_file"):
+    with pytest.raises(
+        ConfigError, match="belongs to no run whose rows could be taken. Fix: --test_file"
+    ):
         evaluate.main(["--checkpoint", str(out)])
     settings.write_text(re.sub("test_file: .*", "test_file: rows/of.csv", settings.read_text()))
     with pytest.raises(ConfigError, match=r"test_file=rows/of.csv: .* from the run's config.yaml"):

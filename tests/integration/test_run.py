@@ -3,8 +3,10 @@
 import io
 import json
 import os
+import re
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,18 +127,25 @@ def test_its_config_reproduces_the_run(finished: Path, tmp_path: Path) -> None:
     assert run_hash(tmp_path / "again") == run_hash(finished)
 
 
-def test_a_resume_in_another_precision_is_told(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+def test_a_resume_in_another_precision_is_refused(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher's flag is easily left out of a script."""
     run = shutil.copytree(finished, tmp_path / "run")
     cut_off(run, 10)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     words = ["--config", str(finished / "config.yaml"), "--output_dir", str(run)]
-    AcceleratorState._reset_state()
-    train.main([*words, "--resume_from_checkpoint", "latest"])
-    AcceleratorState._reset_state()
-    assert "in mixed precision no so far, from here on in bf16" in capsys.readouterr().err
+    words += ["--resume_from_checkpoint", "latest"]
+    try:
+        AcceleratorState._reset_state()
+        with pytest.raises(
+            CheckpointError, match="mixed_precision: 'no' in the checkpoint, 'bf16'"
+        ):
+            train.main(words)
+        train.main([*words, "--allow_changed", "mixed_precision"])
+        assert events_of(run)[-1]["event"] == "end"
+    finally:
+        AcceleratorState._reset_state()
 
 
 @pytest.mark.parametrize("step", range(13))
@@ -253,6 +262,7 @@ def killed(folder: Path) -> None:
     [
         (["--layerwise_lr_decay", "0.5"], [], "stand in 2 groups, this job's in 8"),
         (["--lora_r", "2"], ["--lora_r", "4"], "lora_r: 4 .*of other parameters: it cannot be"),
+        (["--freeze", "encoder"], [], "freeze: None .*of other parameters: it cannot be"),
     ],
 )
 def test_other_parameters_cannot_be_allowed(
@@ -260,7 +270,7 @@ def test_other_parameters_cannot_be_allowed(
 ) -> None:
     job = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run")]
     train.main([*job, *before, "--max_steps", "1"])
-    allowed = ["--allow_changed", "layerwise_lr_decay,lora_r"]
+    allowed = ["--allow_changed", "layerwise_lr_decay,lora_r,freeze"]
     with pytest.raises(CheckpointError, match=words):
         train.main([*job, *more, "--max_steps", "2", *LATEST, *allowed])
 
@@ -288,7 +298,7 @@ def test_another_split_into_micro_batches_is_told(
     words = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run")]
     train.main([*words, "--max_steps", "2"])
     train.main([*words, "--max_steps", "3", *LATEST])
-    assert "micro-batches" not in capsys.readouterr().err
+    assert "an update was" not in capsys.readouterr().err
     train.main([*words, "--max_steps", "4", "--per_device_train_batch_size", "8", *LATEST])
     assert "was 2 micro-batches on each rank, now it is 1" in capsys.readouterr().err
 
@@ -319,12 +329,16 @@ def test_a_run_ends_well_where_its_folder_cannot_be_printed(
     train.main([*words, "--max_steps", "1"])
 
 
+@pytest.mark.parametrize("gone", ["model", "model.safetensors", "config.json"])
 def test_a_finished_run_whose_model_was_moved(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    gone: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The model that it ended with, and its measures, are made anew."""
-    run = tmp_path / "run"
-    shutil.copytree(finished, run, ignore=shutil.ignore_patterns("model"))
+    """Or a part of it: the model that it ended with, and its measures, are made anew."""
+    run = shutil.copytree(finished, tmp_path / "run")
+    if gone == "model":
+        shutil.rmtree(run / "model")
+    else:
+        (run / "model" / gone).unlink()
     words = ["--config", str(run / "config.yaml"), "--output_dir", str(run)]
     train.main([*words, "--resume_from_checkpoint", "latest"])
     told = capsys.readouterr()
@@ -517,7 +531,7 @@ def test_a_file_of_the_users_is_not_replaced(finished: Path, tmp_path: Path, nam
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).write_text("{}\n")
     words = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run")]
-    with pytest.raises(ConfigError, match=f"holds a `{name}` that is no run's"):
+    with pytest.raises(ConfigError, match=f"holds a `{name}` but no receipt.json"):
         train.main([*words, *LATEST])
     assert (tmp_path / "run" / name).read_text() == "{}\n"
 
@@ -615,6 +629,47 @@ def test_divergence_is_an_error(finished: Path, tmp_path: Path) -> None:
         train.main(
             [*words, "--learning_rate", "1e30", "--warmup_steps", "0", "--max_grad_norm", "0"]
         )
+
+
+def test_what_is_sick_from_the_beginning(finished: Path, tmp_path: Path, tiny_model: Path) -> None:
+    """Before the first update no rate is to blame."""
+    sick = shutil.copytree(tiny_model, tmp_path / "model")
+    weights = load_file(sick / "model.safetensors")
+    save_file(
+        {name: weights[name] * float("nan") for name in weights},
+        sick / "model.safetensors",
+        {"format": "pt"},
+    )
+    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run")]
+    with pytest.raises(UserError, match="update 1: .*Fix: sound pretrained weights, smaller class"):
+        train.main([*words, "--model_name_or_path", str(sick)])
+
+
+def test_what_a_run_tells_of_itself(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """At its start what is trained; in a log file, which has no bar to look at, each train event."""
+    train.main([*words, "--max_steps", "3", "--logging_steps", "2"])
+    told = capsys.readouterr().err
+    assert re.search(
+        r"training: \d+ rows, 3 of 3 updates to do \(6 an epoch\), of \d+ samples each: 1 ranks x ",
+        told,
+    )
+    assert re.search(
+        r"update 2 of 3: loss \d\.\d{4}, learning rate [\d.e-]+, [\d.]+ samples/s", told
+    )
+    assert "eval after update 3 (epoch 0.50): loss" in told
+
+
+@pytest.mark.parametrize("is_active", [True, False])
+def test_the_command_that_is_told_works(
+    is_active: bool, words: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an environment that is not active, by its path."""
+    folder = Path(sys.executable).parent
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin" if is_active else "/usr/bin")
+    monkeypatch.chdir(folder.parent)
+    train.main([*words, "--max_steps", "1"])
+    place = "python" if is_active else f"bin/{Path(sys.executable).name}"
+    assert f"predict: {place} -m accel_ft.predict --checkpoint" in capsys.readouterr().out
 
 
 def test_divergence_never_replaces_the_sound_checkpoints(finished: Path, tmp_path: Path) -> None:

@@ -525,10 +525,12 @@ def test_a_space_that_cannot_be(tmp_path: Path) -> None:
         "lr_scheduler_type: [linear, cosin]\nglobal_batch_size: {low: 0, high: 3}\n"
         "learning_rat: [1]\nseed: {low: 1}\nwarmup_steps: 3\nweight_decay: {low: 0, high: 0.1, log: true}\n"
         "learning_rate: {low: 1.0e-5, high: .inf}\nmax_grad_norm: {low: 1e-3, high: 5e-1, log: true}\nlr_reference_batch_size: {low: 9e0, high: 8e0}\ngradient_checkpointing: {low: false, high: true}\n"
-        "push_to_hub: [true, false]\n"
+        "push_to_hub: [true, false]\nproblem_type: [regression]\nlr: [1]\nlora_alpha: {min: 1, max: 2}\n"
+        "num_train_epochs: [1, 2]\nmax_steps: [3]\n"
     )
+    words = ["--job", str(tmp_path / "job.yaml"), "--space", str(tmp_path / "space.yaml")]
     with pytest.raises(ConfigError) as caught:
-        search.main(["--job", str(tmp_path / "job.yaml"), "--space", str(tmp_path / "space.yaml")])
+        search.main(words)
     assert "learning_rat: cannot be varied. Did you mean `learning_rate`?" in str(caught.value)
     assert "seed={'low': 1}: no range" in str(caught.value)
     assert "lr_scheduler_type=cosin" in str(caught.value)
@@ -538,5 +540,16 @@ def test_a_space_that_cannot_be(tmp_path: Path) -> None:
     assert "push_to_hub: cannot be varied" in str(caught.value)  # it would do nothing
     assert "gradient_checkpointing=0." in str(caught.value)
     assert "'low': '9e0', 'high': '8e0'}: no range" in str(caught.value)
+    assert "problem_type: cannot be varied" in str(caught.value)  # each has metrics of its own
+    assert "lr: cannot be varied. Fix: learning_rate" in str(caught.value)
+    assert "lora_alpha={'min': 1, 'max': 2}: no range (of min, max). Allowed" in str(caught.value)
+    assert "num_train_epochs: has no effect beside max_steps" in str(caught.value)
     assert "max_grad_norm" not in str(caught.value)  # though YAML takes 1e-3 for a text
     assert "weight_decay={'low': 0, 'high': 0.1, 'log': True}: no range" in str(caught.value)
+    (tmp_path / "space.yaml").write_text("- a\n")
+    with pytest.raises(ConfigError, match="^space=.*space.yaml: must be a mapping"):
+        search.main(words)
+    (tmp_path / "job.yaml").write_text("sead: 1\n")
+    (tmp_path / "space.yaml").write_text("seed: [1, 2]\n")
+    with pytest.raises(ConfigError, match=r"sead \(.*job.yaml\): unknown key. Did you mean `seed`"):
+        search.main(words)

@@ -59,7 +59,8 @@ def test_patience_counts_from_where_it_is_asked_for(
     assert (events[-1]["step"], events[-1]["num_worse"]) == (6, 2)
     assert [e["step"] for e in events if e["event"] == "train"] == [1, 2, 3, 4, 5, 6]
     assert (
-        "stopped early: 2 evaluations in a row were not better by 0.01" in capsys.readouterr().err
+        "stopped early, as no evaluation of the last 2 was better by more than 0.01"
+        in capsys.readouterr().err
     )
 
 
@@ -267,7 +268,7 @@ def test_a_damaged_best_checkpoint_is_told_at_the_resume(
     best = max(losses, key=losses.get)
     assert best < 12  # else it would show nothing
     assert [e["model_step"] for e in events if e["event"] in ("test", "end")] == [best, best]
-    assert f"test after update {best}: " in told
+    assert f"test after update {best} (epoch" in told
 
 
 # Imbalance

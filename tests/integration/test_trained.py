@@ -168,6 +168,7 @@ def architectures() -> dict[str, Any]:
         DistilBertConfig,
         GPT2Config,
         ModernBertConfig,
+        MraConfig,
         RobertaConfig,
     )  # fmt: skip
 
@@ -188,6 +189,7 @@ def architectures() -> dict[str, Any]:
         "roberta": RobertaConfig(**small, **sizes),
         "deberta": DebertaV2Config(**small, **sizes),
         "modernbert": ModernBertConfig(**small, **sizes),
+        "mra": MraConfig(**small, **sizes),  # which saves a buffer
         "distilbert": DistilBertConfig(**small, dim=16, hidden_dim=32, n_layers=2, n_heads=2),
         "gpt2": GPT2Config(**small, n_embd=16, n_layer=2, n_head=2),
         "bart": BartConfig(**small, **of_bart),  # its word embedding goes by three names
@@ -213,7 +215,7 @@ def test_a_model_that_reads_padding_is_told(
     assert "reads padding" not in caplog.text
 
 
-KINDS = ["bert", "roberta", "deberta", "modernbert", "distilbert", "gpt2", "bart"]
+KINDS = ["bert", "roberta", "deberta", "modernbert", "mra", "distilbert", "gpt2", "bart"]
 
 
 @pytest.mark.parametrize("targets", [(), "first"])
@@ -258,7 +260,7 @@ def test_what_is_drawn_is_trained_and_saved(kind: str, targets: object, tmp_path
     again = adapters.merged(config, adapters.peft_config(model).to_dict(), weights).eval()
     torch.testing.assert_close(again(**inputs).logits, expected, rtol=1e-4, atol=1e-5)
     if kind != "gpt2":
-        name = next(iter(weights))
+        name = next(name for name in weights if "lora_" in name)
         with pytest.raises(CheckpointError, match="its adapters are not those of"):
             adapters.merged(
                 config,

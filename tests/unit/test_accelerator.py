@@ -1,7 +1,10 @@
 """What accelerate would do on a GPU and must not; no GPU is needed to see it."""
 
 import contextlib
+import os
+import signal
 import sys
+import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -118,6 +121,61 @@ def test_the_launcher_is_known_however_it_is_started(start: str) -> None:
     ):
         assert launch.launcher_words(other.split()) is None
     assert launch.launcher_words([]) is None
+
+
+def test_a_launcher_that_ended_before_its_rank_had_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The libraries take seconds to load, in which it may be killed: its rank is not to train on."""
+    from accel_ft import errors
+    from accel_ft.runtime.watch import Watch
+
+    assert errors.parent[0] == os.getppid()
+    gone = 2**22 + 1, ["python", "/venv/bin/accelerate", "launch", "-m", "accel_ft.train"]
+    monkeypatch.setattr(errors, "parent", gone)
+    with pytest.raises(LaunchError, match="the launcher ended before this rank had started"):
+        launch.make_training_accelerator(60)
+    left = []
+    monkeypatch.setattr("accel_ft.runtime.watch.os._exit", left.append)
+    with Watch(tmp_path, 0, 1, 60) as watch:
+        watch.stage("step 1", can_save=True)
+        deadline = time.monotonic() + 10
+        while not watch.stop_signal and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert (watch.stop_signal, left) == (signal.SIGTERM, [])  # it saves first
+    monkeypatch.setattr(errors, "parent", (gone[0], ["-bash"]))  # a shell may go
+    assert launch.own_launcher() is None
+
+
+def test_a_forked_process_has_another_parent() -> None:
+    """As `notebook_launcher` forks its ranks."""
+    from accel_ft import errors
+
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, str(errors.parent[0]).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert int(os.read(reader, 20)) == os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("DYNAMO_BACKEND", "foo"), ("MIXED_PRECISION", "foo")]
+)
+def test_an_environment_that_accelerate_does_not_know(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"ACCELERATE_{variable}", value)
+    with pytest.raises(LaunchError, match="(?i)foo"):
+        launch.make_accelerator()
+
+
+def test_no_processes_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = launch.Request("mine.yaml", 0, None, "NO", "no")
+    monkeypatch.setattr(launch, "read_request", lambda: asked)
+    with pytest.raises(LaunchError, match="mine.yaml asks for 0 processes, 1 run"):
+        launch.make_accelerator()
 
 
 def test_the_launchers_file_is_named_from_where_it_was_started(

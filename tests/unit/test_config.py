@@ -2,6 +2,7 @@ import os
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -348,7 +349,13 @@ def test_predict_needs_one_source() -> None:
         ({"lr_reference_batch_size": 64, "lr_scaling": "sqrt"}, None),
         ({"warmup_steps": 100}, "the run has 100 updates, and never comes to its learning_rate"),
         ({"warmup_steps": 99}, None),
-        ({"warmup_steps": 500, "lr_scheduler_type": "constant"}, None),
+        (
+            {"warmup_steps": 500, "lr_scheduler_type": "constant"},
+            "warmup_steps has no effect under lr_scheduler_type=constant",
+        ),
+        ({"layerwise_lr_decay": 0.5, "freeze": "encoder"}, "no effect under freeze=encoder"),
+        ({"label_separator": "|"}, "no effect under problem_type=single_label_classification"),
+        ({"label_separator": "|", "problem_type": "multi_label_classification"}, None),
     ],
 )
 def test_keys_without_effect_are_told(
@@ -358,6 +365,45 @@ def test_keys_without_effect_are_told(
 
     _warn_of_idle_keys(TrainConfig(**settings), 100)
     assert [told in record.getMessage() for record in caplog.records] == [True] * bool(told)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--text_column", "label"], "label_column=label: is text_column, too"),
+        (["--text_pair_column", "text"], "text_column=text: is text_pair_column, too"),
+        (["--report_to", "html,none"], "report_to=('html', 'none'): none, and others"),
+        (["--class_weights", "1e300,1"], "class_weights=1e300"),
+        (["--dropout", "0"], "--dropout: unknown key. Fix: in the model's config.json"),
+    ],
+)
+def test_keys_that_contradict_each_other(words: list[str], told: str) -> None:
+    assert told in fault(*words)
+
+
+def test_what_is_no_path_is_told_in_a_line() -> None:
+    from accel_ft.settings import checked
+
+    table = np.zeros((20, 20))
+    with pytest.raises(ConfigError, match=r"^train_file=a ndarray: .*Allowed: FILE$"):
+        checked(TrainConfig, {"train_file": table})
+
+
+def test_help_of_what_a_run_decides(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(PredictConfig, ["--help"], "predict")
+    told = " ".join(capsys.readouterr().out.split())
+    assert "(default: the run's, else text)" in told
+    assert "or - for standard output. (default: -)" in told
+
+
+def test_a_receipt_of_another_shape(tmp_path: Path) -> None:
+    from accel_ft.settings import read_receipt
+
+    for text in ("[]", "{}", '{"starts": 3, "identity": {"labels": []}}', "null"):
+        (tmp_path / "receipt.json").write_text(text)
+        with pytest.raises(ConfigError, match="receipt.json: cannot be read"):
+            read_receipt(tmp_path)
 
 
 def test_what_is_reproduced_with_rows_that_moved(tmp_path: Path) -> None:

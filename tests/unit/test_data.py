@@ -470,17 +470,19 @@ def test_padding_and_filling(rows_file: Path, tokenizer) -> None:
     filler = collate(split, np.array([], np.int64), Padding(tokenizer, 64, CPU))
     assert (filler["weights"].tolist(), filler["places"].tolist()) == ([0], [-1])
     # No row's text, whose loss might be no number, nor an all-masked one, that could become one.
-    assert filler["input_ids"].tolist() == [tokenizer("")["input_ids"]]
-    assert filler["attention_mask"].tolist() == [[1, 1]]
+    assert filler["input_ids"].tolist() == [tokenizer("")["input_ids"] + [0] * 6]
+    assert filler["attention_mask"].tolist() == [[1, 1] + [0] * 6]
     assert filler["labels"].tolist() == [0]
 
 
 def test_widths(tokenizer) -> None:
-    """None is greater than the longest row, or than the model might take."""
+    """None is greater than the longest row, or than the model might take; nor less than 8, where it
+    need not be: models that pool neighbours fail on a few tokens.
+    """
     lengths = np.array([1, 7, 8, 9, 17, 33, 65, 99, 100])
     cuda = torch.device("cuda")
     for device, few, expected in (
-        (CPU, False, [2, 8, 8, 10, 18, 36, 72, 100, 100]),
+        (CPU, False, [8, 8, 8, 10, 18, 36, 72, 100, 100]),
         (cuda, False, [8, 8, 8, 16, 24, 40, 72, 100, 100]),
         (cuda, True, [16, 16, 16, 16, 24, 48, 96, 100, 100]),
         (CPU, True, [16, 16, 16, 16, 24, 48, 96, 100, 100]),
@@ -497,7 +499,8 @@ def test_left_padding(rows_file: Path, tokenizer) -> None:
     pad = Padding(tokenizer, 64, CPU)
     pad.left = True
     rows = [np.array([[5, 6, 7, 9]]), np.array([[8]])]
-    assert pad(rows)["input_ids"].tolist() == [[5, 6, 7, 9], [0, 0, 0, 8]]
+    padding = [0] * 4
+    assert pad(rows)["input_ids"].tolist() == [[*padding, 5, 6, 7, 9], [*padding, 0, 0, 0, 8]]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -559,7 +562,7 @@ def test_texts_shared_with_training_are_counted(
     assert "2 of the 4 validation texts are among the training texts" in caplog.text
     assert "4 of the 4 test texts are among the training texts" in caplog.text
     assert (
-        "4 validation rows are few: an accuracy of 0.5 on them is uncertain by 0.49" in caplog.text
+        "4 validation rows are few: an accuracy on them is uncertain by up to 0.49" in caplog.text
     )
 
 

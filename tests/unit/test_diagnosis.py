@@ -490,7 +490,7 @@ def test_overfits() -> None:
     well(trained(0.1, shuffled=False))
     falling = iter([1.0, 0.8, 0.45])
     slow = learning.overfits(lambda: time.sleep(0.1) or next(falling), seconds=0.25)
-    assert "half, which" in slow.measured
+    assert "less than half is enough" in slow.measured
     slow = learning.overfits(lambda: time.sleep(0.1) or 1.0, seconds=0.25)
     assert (slow.verdict, "too slow a device" in slow.measured) == ("SKIP", True)
     falling = (0.98**n for n in range(100))  # with adapters, on a busy machine
@@ -629,6 +629,18 @@ def test_no_number_is_never_well() -> None:
     caught(nothing, "the whole batch leaves no gradient")
     caught(curve.same_curve([(1.0, math.nan)], [(1.0, 2.0)]), "update 1")
     well(curve.same_curve([(1.0, 2.0)], [(1.0, 2.0)]))
+
+
+def test_one_curve_but_for_what_rounding_explains() -> None:
+    alone = [(1.4, 1.0), (1.3, 0.5), (1.2, 0.01)]
+    close = [*alone[:2], (1.2, 0.0108)]  # a norm of gradients that nearly cancel
+    well(curve.same_curve(close, alone, 0.05))
+    caught(curve.same_curve([*alone[:2], (1.2, 0.02)], alone, 0.05), "update 3: loss 1.2")
+    caught(curve.same_curve([alone[0], (1.3, 0.53), alone[2]], alone, 0.05), "update 2: loss 1.3")
+    far = [(1.4, 1.0), (9.0, 40.0), (230.0, 38.0)]
+    diverged = curve.same_curve([*far[:2], (230.0, 45.0)], far)
+    assert (diverged.verdict, "grows from 1.400 to 230" in diverged.measured) == ("SKIP", True)
+    well(curve.same_curve(far, far))
 
 
 def test_a_gradient_that_is_missing() -> None:

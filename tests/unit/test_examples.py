@@ -46,6 +46,8 @@ def test_completion(shell: str) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"needs {shell}")
     script = """
+    _of_others() { COMPREPLY=("$1 $2 $3"); }
+    [[ -n $BASH_VERSION ]] && complete -F _of_others python
     source examples/completion.bash
     [[ -n $ZSH_VERSION ]] && emulate sh # as bashcompinit does around it
     complete_words() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _accel_ft; echo "${COMPREPLY[*]}"; }
@@ -54,9 +56,13 @@ def test_completion(shell: str) -> None:
     complete_words python3 -m accel_ft.export --k
     complete_words python3 READ
     complete_words accelerate launch -m accel_ft.do
+    [[ -n $BASH_VERSION ]] && source examples/completion.bash # again, as a shell within a shell does
+    COMP_WORDS=(python -m pyt) COMP_CWORD=2; [[ -n $BASH_VERSION ]] && _accel_ft python pyt -m; echo "$COMPREPLY"
     """
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     lines = run(shell, "-c", script, env={"PATH": path}).stdout.splitlines()
+    others = lines.pop()
+    assert others == ("python pyt -m" if shell == "bash" else others)
     expected = ["--learning_rate", "--format", "", "README.md", "accel_ft.doctor"]
     if shell == "zsh":  # which sorts out itself what begins otherwise
         lines = [

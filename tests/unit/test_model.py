@@ -289,6 +289,23 @@ def test_a_tokenizer_that_cannot_pad(tiny_model: Path, tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
+def test_the_side_of_padding_is_the_models(tiny_model: Path, tmp_path: Path) -> None:
+    """XLNet's head reads the last place, whatever the tokenizer is; others' positions begin at 0."""
+    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
+    for kind, own, side in (("xlnet", "right", "left"), ("bert", "left", "right")):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        about = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(about | {"padding_side": own}))
+        assert load_tokenizer(str(tmp_path)).padding_side == side
+
+
+@pytest.mark.parametrize("kind", ["nystromformer", "reformer"])
+def test_kinds_that_want_batches_of_one_length(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(ConfigError, match=f"{kind} wants all batches of one length"):
+        load_model_config(str(tmp_path))
+
+
 def test_one_logit_alone_is_a_number(tiny_model: Path) -> None:
     """Cross-encoders and reward models leave problem_type open; transformers takes them so too."""
     from accel_ft.checkpoint.open import Classifier

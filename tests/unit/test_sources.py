@@ -178,6 +178,43 @@ def test_parquet_that_python_cannot_hold(tmp_path: Path) -> None:
         rows(tmp_path / "b.parquet")
 
 
+def test_an_object_has_each_key_once(tmp_path: Path) -> None:
+    """The last one would win, unsaid; of a csv, a column that is there twice is refused as well."""
+    one = '{"text": "a", "label": "x", "label": "y"}'
+    for name, content, place in (("a.jsonl", one, "line 1"), ("a.json", f"[{one}]", "not JSON")):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(DataError, match=f"{place}.*'label' stands in it twice"):
+            list(file_source(tmp_path / name).rows(DataConfig()))
+
+
+def test_half_a_character_in_a_label(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a", "label": "x"}\n{"text": "b", "label": "y\\udc00"}\n')
+    with pytest.raises(DataError, match="line 2: label is "):
+        list(file_source(path).rows(DataConfig()))
+
+
+def test_another_delimiter_is_the_one_cause(tmp_path: Path) -> None:
+    """Not a fault of each row, which has as many columns as it has commas."""
+    path = tmp_path / "a.csv"
+    path.write_text("text;label\na, b;x\nc, d, e;y\n")
+    with pytest.raises(DataError) as caught:
+        list(file_source(path).rows(DataConfig()))
+    assert str(caught.value).endswith(
+        "its one column has ';' in its name: a csv has commas, a tsv tabs"
+    )
+    assert "faulty" not in str(caught.value)
+
+
+def test_numbers_whose_squares_fit(tmp_path: Path) -> None:
+    path, config = tmp_path / "a.csv", DataConfig(problem_type="regression")
+    path.write_text("text,label\na,9e17\n")
+    assert len(list(file_source(path).rows(config))) == 1
+    path.write_text("text,label\na,1e19\n")
+    with pytest.raises(DataError, match="not a finite number below 1e18"):
+        list(file_source(path).rows(config))
+
+
 def test_after_a_fault_no_row_is_yielded(tmp_path: Path) -> None:
     """They would be tokenised for nothing."""
     file = tmp_path / "rows.csv"
