@@ -22,16 +22,22 @@ DOCTOR = "`-m accel_ft.doctor` in place of `-m accel_ft.train` finds what is wro
 LONGEST = 500  # characters of a library's message, or of a value, that are told
 EXIT_USER_ERROR = 2
 EXIT_PREEMPTED = 75
+PARENT = "ACCEL_FT_PARENT"  # variable, for a process that starts itself anew
 parent: tuple[int, list[str]]  # this process's, as it was at the start, and its command line
 
 
 def _note_parent() -> None:
     """Now, as it may be gone when the libraries, seconds later, are loaded."""
     global parent  # noqa: PLW0603
+    told = os.environ.pop(PARENT, "")
+    if told:
+        pid, *command = told.split("\n")
+        parent = int(pid), command
+        return
     parent = os.getppid(), []
     with contextlib.suppress(OSError):
-        command = Path(f"/proc/{parent[0]}/cmdline").read_bytes()
-        parent = parent[0], command.decode(errors="replace").split("\0")
+        line = Path(f"/proc/{parent[0]}/cmdline").read_bytes()
+        parent = parent[0], line.decode(errors="replace").split("\0")
 
 
 _note_parent()

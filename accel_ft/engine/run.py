@@ -338,7 +338,7 @@ class Run:
         )
         shown = "-" if loss is None else f"{loss:.4f}"
         self.bar.set_postfix(loss=shown, refresh=False)
-        if not TERMINAL.isatty():  # a file, whose bar has a line each half minute
+        if not TERMINAL.isatty():  # a file, which has no bar
             logger.info(
                 "update %d of %d: loss %s, learning rate %.3g, %.1f samples/s",
                 self.step, self.num_steps, shown, learning_rate, self.timed_samples / seconds,

@@ -62,15 +62,14 @@ def setup_logging(is_main: bool) -> None:
 
 
 def progress_bar(done: int, total: int, shown: bool) -> Any:
-    """Return a bar of updates; in a log file it writes a line each half minute."""
-    often = 0.2 if TERMINAL.isatty() else 30.0
+    """Return a bar of updates; a log file has none, its lines are those of the train events."""
     return tqdm(
         file=TERMINAL,
         total=total,
         initial=done,
         unit="update",
-        disable=not shown,
-        mininterval=often,
+        disable=not (shown and TERMINAL.isatty()),
+        mininterval=0.2,
         dynamic_ncols=True,
     )
 

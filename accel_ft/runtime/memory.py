@@ -16,6 +16,8 @@ import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from accel_ft import errors
+
 if TYPE_CHECKING:
     import torch
 
@@ -40,6 +42,7 @@ def restart_with_better_malloc(command: str) -> None:
     is_command = command in sys.orig_argv and sys.gettrace() is None
     if is_command and STARTED_ANEW not in sys._xoptions and (variables := better_malloc()):
         words = [sys.executable, "-X", STARTED_ANEW, *sys.orig_argv[1:]]
+        variables[errors.PARENT] = "\n".join([str(errors.parent[0]), *errors.parent[1]])
         with contextlib.suppress(OSError):
             os.execve(sys.executable, words, os.environ | variables)
 

@@ -159,7 +159,9 @@ def test_resume_on_another_number_of_ranks_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = job_words(tiny_model, rows_file, odd_file, tmp_path / "run")
-    launch("cpu_ddp.yaml", "-m", "accel_ft.train", *words, "--max_steps", 4)
+    launch(
+        "cpu_ddp.yaml", "--mixed_precision", "no", "-m", "accel_ft.train", *words, "--max_steps", 4
+    )
     train.main([*words, "--max_steps", "8", "--resume_from_checkpoint", "latest"])
     error = capsys.readouterr().err
     assert "saved by 2 processes (cpu), resumed by 1 (cpu)" in error

@@ -96,6 +96,14 @@ def test_a_job_of_its_own(tmp_path: Path) -> None:
     assert (code, untimed_verdicts(found.values())) == (0, {"PASS", "SKIP"}), found
 
 
+def test_adapters_of_a_small_model_learn(tmp_path: Path, tiny_model: Path, rows_file: Path) -> None:
+    """At the tenth of a hidden size of 32 they would not."""
+    pytest.importorskip("peft")
+    job = ("--model_name_or_path", tiny_model, "--train_file", rows_file, "--max_seq_length", 32)
+    code, found = examined(tmp_path, *job, "--lora_r", 4, "--global_batch_size", 8)
+    assert (code, found["overfits"]["verdict"]) == (0, "PASS"), found
+
+
 def test_a_model_alone_is_a_job_of_its_own(tmp_path: Path, tiny_model: Path) -> None:
     """As `train` takes it, for AG News: the doctor's own rows and model do not stand in for it."""
     code, found = examined(tmp_path, "--model_name_or_path", tiny_model, "--max_seq_length", 32)

@@ -730,6 +730,25 @@ def test_a_second_signal_ends_it_at_once(words: list[str], tmp_path: Path) -> No
     assert process.wait(5) == 128 + signal.SIGINT
 
 
+def test_a_launcher_killed_while_its_rank_loads_libraries(words: list[str], tmp_path: Path) -> None:
+    """No watch is there yet; the rank would train on, its folder locked."""
+    command = ["-m", "accelerate.commands.launch", "--cpu", "-m", "accel_ft.train", *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    launcher = subprocess.Popen(
+        [sys.executable, *command, "--num_train_epochs", "300"], env=environment, cwd=ROOT
+    )
+    deadline, ranks = time.monotonic() + 60, []
+    while not any("libtorch" in each.path for rank in ranks for each in rank.memory_maps()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+        ranks = psutil.Process(launcher.pid).children()
+    assert not (tmp_path / "run").exists()
+    launcher.kill()
+    launcher.wait()
+    assert psutil.wait_procs(ranks, timeout=60)[1] == []
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_end_of_a_shell_is_not_that_of_its_run(words: list[str], tmp_path: Path) -> None:
     shell = start([*words, "--num_train_epochs", "30"], shell=True)
     shell.wait(60)

@@ -1,5 +1,6 @@
 import errno
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from accel_ft.checkpoint import convert, state, transaction
 from accel_ft.checkpoint.open import model_folder
 from accel_ft.errors import CheckpointError
+from accel_ft.runtime import files
 from accel_ft.runtime.launch import make_accelerator
 
 
@@ -35,6 +37,25 @@ def test_published_whole_and_verified(tmp_path: Path) -> None:
     }  # fmt: skip
     assert (final / "weights").stat().st_mode & 0o777 == final.stat().st_mode & 0o666
     assert transaction.list_published(tmp_path) == [(500, final)]
+
+
+def test_what_a_killed_write_has_left_is_written_over(tmp_path: Path) -> None:
+    """It might be uploaded with the model."""
+    write, left = files.os.fsync, tmp_path / "README.md"
+
+    def kill(_: int) -> None:
+        os._exit(9)
+
+    child = os.fork()
+    if child == 0:
+        files.os.fsync = kill
+        files.write_whole(left, "one")
+    os.waitpid(child, 0)
+    assert (files.os.fsync, len(list(tmp_path.iterdir()))) == (write, 1)
+    files.write_whole(left, "another")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [
+        ("README.md", "another")
+    ]
 
 
 def test_unpublished_is_never_listed(tmp_path: Path) -> None:
