@@ -136,14 +136,14 @@ def start_or_resume(run: Run) -> None:
 
 
 def _announce(run: Run) -> None:
-    size, accelerator = run.plan.global_batch_size, run.accelerator
+    accelerator, size = run.accelerator, run.plan.global_batch_size
     logger.info(
-        "training: %d rows, %d of %d updates to do (%d an epoch), of %d samples each: %d ranks x "
-        "%d micro-batches of %d; %.1f million parameters, %.1f of them trained; %s, precision %s",
-        len(run.splits.train), max(run.num_steps - run.step, 0), run.num_steps,
-        run.plan.steps_per_epoch, size, accelerator.num_processes, run.accumulation_steps,
-        math.ceil(size / run.num_micro_batches), run.num_parameters / 1e6, run.num_trained / 1e6,
-        accelerator.device.type, accelerator.mixed_precision,
+        "training: %d rows, %d updates of %d samples (%d an epoch; %d done), ranks x accumulation "
+        "steps x samples: %d x %d x %d; %.1f million parameters, %.1f trained; %s, precision %s",
+        len(run.splits.train), run.num_steps, size, run.plan.steps_per_epoch, run.step,
+        accelerator.num_processes, run.accumulation_steps, math.ceil(size / run.num_micro_batches),
+        run.num_parameters / 1e6, run.num_trained / 1e6, accelerator.device.type,
+        accelerator.mixed_precision,
     )  # fmt: skip
 
 
