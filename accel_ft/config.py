@@ -226,7 +226,7 @@ class DataConfig(Config):
         columns = ("label_column", "text_column", "text_pair_column")
         for one, other in combinations(columns, 2):
             if getattr(self, one) == getattr(self, other):
-                yield self._fault(f"is {other}, too. Fix: another column", one, other)
+                yield self._fault(f"{other} is the same. Fix: another column", one, other)
         for key in ("dataset_config_name", *sorted(SPLIT_KEYS)):
             if getattr(self, key) is not None and self.dataset_name is None:
                 yield self._fault("given without dataset_name", key, "dataset_name")

@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from importlib.util import find_spec
-from pathlib import Path
+
+import psutil
 
 DOCTOR = "`-m accel_ft.doctor` in place of `-m accel_ft.train` finds what is wrong with a set-up"
 LONGEST = 500  # characters of a library's message, or of a value, that are told
@@ -35,9 +36,8 @@ def _note_parent() -> None:
         parent = int(pid), command
         return
     parent = os.getppid(), []
-    with contextlib.suppress(OSError):
-        line = Path(f"/proc/{parent[0]}/cmdline").read_bytes()
-        parent = parent[0], line.decode(errors="replace").split("\0")
+    with contextlib.suppress(psutil.Error):
+        parent = parent[0], psutil.Process(parent[0]).cmdline()
 
 
 _note_parent()

@@ -157,6 +157,9 @@ class _Search:
         for key in ("train_file", "validation_file", "test_file"):
             if asked.get(key) is not None:
                 asked[f"SHA-256 of {key}"] = sha256(Path(asked[key]))
+        file = self.config.config_file
+        strategy = {} if file is None else read_settings(file, "config_file")
+        asked["mixed_precision of config_file"] = strategy.get("mixed_precision")
         for key, values in self.space.items():  # of ranges, the ends may move
             a_range = isinstance(values, dict) and f"a {'log ' * bool(values.get('log'))}range"
             asked[key] = a_range or f"one of {values}"
@@ -302,7 +305,8 @@ def _check_space(config: SearchConfig, settings: dict[str, Any], space: dict[str
         try:
             if key not in known:
                 raise ConfigError(f"{key}: cannot be varied.{meant(key, known)}")
-            if key == "num_train_epochs" and "max_steps" in settings.keys() | space.keys():
+            counts = settings.get("max_steps") is not None or "max_steps" in space
+            if key == "num_train_epochs" and counts:
                 raise ConfigError(f"{key}: has no effect beside max_steps")
             if not isinstance(values, list | dict):
                 raise TypeError("one value")

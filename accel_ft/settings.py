@@ -260,8 +260,10 @@ def read_receipt(run: Path) -> dict[str, Any]:
         [start["step"] for start in receipt["starts"]]
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(f"{run}: holds no run of accel_ft (no receipt.json)") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error!r})") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from error
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: is no receipt of accel_ft: {error}") from error
     return receipt
 
 

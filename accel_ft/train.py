@@ -116,13 +116,13 @@ def _check_conditions(config: TrainConfig, accelerator: Any) -> None:
 
     assert config.reproduce is not None
     receipt = read_receipt(config.reproduce)
-    was = receipt["strategy"] | {"threads": receipt["machine"]["threads"]}
+    was = receipt["strategy"] | {"threads": receipt.get("machine", {}).get("threads")}
     now = about_strategy(accelerator) | {"threads": about_machine(accelerator.device)["threads"]}
     key = "mixed_precision"
-    if was[key] != now[key] and key not in config.allow_changed:
+    if was.get(key) != now[key] and key not in config.allow_changed:
         raise LaunchError(
-            f"reproduce={config.reproduce}: {key} was {was[key]}, now it is {now[key]}. Fix: "
-            f"`accelerate launch --{key} {was[key]}`, or --allow_changed {key}"
+            f"reproduce={config.reproduce}: {key} was {was.get(key)}, now it is {now[key]}. Fix: "
+            f"`accelerate launch --{key} {was.get(key)}`, or --allow_changed {key}"
         )
     for key, value in now.items():
         if was.get(key) != value:  # the curve may be the same, its last bits are not
@@ -143,10 +143,12 @@ def _make_folder(config: TrainConfig, folder: Path) -> None:
 def _own(config: TrainConfig, lock: Path) -> Iterator[None]:
     """Lock the run's folder; one that holds a run is only touched by a resume."""
     from accel_ft.checkpoint.transaction import list_published
-    from accel_ft.runtime.files import locked
+    from accel_ft.runtime.files import locked, remove_unfinished
 
     folder = config.output_dir
     with locked(folder, lock):
+        for place in (folder, folder / "model"):
+            remove_unfinished(place)
         has_checkpoints = bool(list_published(folder / "checkpoints"))
         has_receipt = (folder / "receipt.json").exists()
         for name in RESULTS if has_checkpoints else RESULTS + RECORD:
@@ -219,9 +221,9 @@ def _say_farewell(config: TrainConfig, events: list[dict[str, Any]]) -> None:
     if report.exists():
         print(f"report: {report}")
     pair = ' --text_pair "..."' if config.text_pair_column is not None else ""
-    nearer = min(sys.executable, os.path.relpath(sys.executable), key=len)
-    is_active = Path(which("python") or "").parent == Path(sys.executable).parent
-    python = "python" if is_active else quote(nearer)
+    python = "python"
+    if Path(which(python) or "").parent != Path(sys.executable).parent:  # no active environment
+        python = quote(min(sys.executable, os.path.relpath(sys.executable), key=len))
     print(f'predict: {python} -m accel_ft.predict --checkpoint {place} --text "..."{pair}')
 
 

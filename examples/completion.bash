@@ -17,16 +17,14 @@ _accel_ft() {
     for ((position = 1; position < COMP_CWORD; position++)); do
         [[ ${COMP_WORDS[position]} == accel_ft.* ]] && command=${COMP_WORDS[position]//[^a-z_.]/}
     done
-    if ((COMP_CWORD > 0)) && [[ ${COMP_WORDS[COMP_CWORD - 1]} == -m && (accel_ft. == "$word"* || $word == accel_ft.*) ]]; then
-        COMPREPLY=($(compgen -W "$(printf 'accel_ft.%s ' doctor evaluate export predict report search train)" -- "$word"))
+    local before=${COMP_WORDS[0]##*/}
+    eval "before=\${_accel_ft_before_${before//[^a-z0-9]/}:-}"
+    [[ -z $command && -n $before ]] && "$before" "$@"
+    if ((COMP_CWORD > 0)) && [[ ${COMP_WORDS[COMP_CWORD - 1]} == -m ]]; then
+        COMPREPLY+=($(compgen -W "$(printf 'accel_ft.%s ' doctor evaluate export predict report search train)" -- "$word"))
         return
     fi
-    local before=_accel_ft_before_${COMP_WORDS[0]##*/}
-    eval "before=\${$before:-}"
-    if [[ -z $command && -n $before ]]; then
-        "$before" "$@"
-        return
-    fi
+    [[ -z $command && -n $before ]] && return
     if [[ -z $command || $word != -* ]]; then
         COMPREPLY=($(compgen -f -- "$word"))
         return

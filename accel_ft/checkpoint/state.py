@@ -242,6 +242,7 @@ def check_same_run(
     differences = [
         f"{key}: {saved.get(key)!r} in the checkpoint, {value!r} in this job"
         + " (of other parameters: it cannot be allowed)" * (key in allowed)
+        + f" (`accelerate launch --{key} {saved.get(key)}`)" * (key == "mixed_precision")
         for key, value in identity.items()
         if saved.get(key) != value
         and not (key in allowed and _can_differ(key, saved.get(key), value))

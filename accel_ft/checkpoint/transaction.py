@@ -192,19 +192,19 @@ def remove_leftovers(root: Path, damaged: Sequence[Path] = ()) -> None:
             if prefix == SEALED_PREFIX:
                 logger.warning("%s may not be whole (another machine's, or of before this one's "
                                "start): removed", path)  # fmt: skip
-            _remove_leftover(path)
+            _delete(path, ignore_errors=True)
 
 
 def remove(folder: Path) -> None:
     """Remove a published folder; its name goes first, so that a kill leaves no half under it."""
     doomed = folder.with_name(f"{STAGING_PREFIX}removed-{folder.name}")
-    _remove_leftover(doomed)
+    _delete(doomed, ignore_errors=True)
     if folder.exists():
         folder.rename(doomed)
-        _remove_leftover(doomed, ignore_errors=False)
+        _delete(doomed)
 
 
-def _remove_leftover(path: Path, ignore_errors: bool = True) -> None:
+def _delete(path: Path, ignore_errors: bool = False) -> None:
     path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors)
 
 

@@ -205,7 +205,7 @@ def _read_delimited(
             _refuse_twice(name, header)
         elif len(fields) != len(header):
             if hint := _other_delimiter(header):  # else each row has as many as it has commas
-                raise DataError(f"{name}: {hint}")
+                raise DataError(f"{name}: {place}: {len(fields)} fields; {hint}")
             yield place, f"{len(fields)} fields, where the header has {len(header)}"
         elif delimiter == "\t" and any(
             "\n" in field and ("\t" in field or len(header) == 1) for field in fields
@@ -222,7 +222,7 @@ def _other_delimiter(columns: Collection[Any]) -> str:
     """What to say of a header that is one column, and looks like several; else ""."""
     signs = {";", "\t", "|", ","} & set(*columns) if len(columns) == 1 else ()
     told = "in its name: a csv has commas, a tsv tabs"
-    return f"its one column has {next(iter(signs))!r} {told}" if signs else ""
+    return f"its one column has {min(signs)!r} {told}" if signs else ""
 
 
 def _refuse_twice(name: str, columns: list[str]) -> None:
@@ -231,17 +231,27 @@ def _refuse_twice(name: str, columns: list[str]) -> None:
         raise DataError(f"{name}: column {twice[0]!r} occurs twice")
 
 
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+class _Doubled(dict[str, Any]):
+    """An object of JSON that has a key twice, of which the last one would win."""
+
+    key: str
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     item = dict(pairs)
     if len(item) < len(pairs):
+        item = _Doubled(item)
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} stands in it twice")
+        item.key = next(name for name in names if names.count(name) > 1)
     return item
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def _json_row(line: str) -> dict[str, Any] | str:
     try:
-        return _row(json.loads(line, object_pairs_hook=_without_twins))
+        return _row(_JSON.decode(line))
     except (ValueError, RecursionError) as error:
         return f"is not JSON ({error})"
 
@@ -250,7 +260,7 @@ def _read_json(text: str, name: str) -> Iterator[Record]:
     if text.strip() == "":
         raise DataError(f"{name}: is empty")
     try:
-        items = json.loads(text, object_pairs_hook=_without_twins)
+        items = _JSON.decode(text)
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"{name}: is not JSON ({error}). Fix: one object a line is format jsonl"
@@ -266,6 +276,8 @@ def _read_json(text: str, name: str) -> Iterator[Record]:
 
 
 def _row(item: Any) -> dict[str, Any] | str:
+    if isinstance(item, _Doubled):
+        return f"key {item.key!r} occurs twice"
     return item if isinstance(item, dict) else f"is {_show(item)}, not an object"
 
 

@@ -137,7 +137,11 @@ def _label(value: Any, names: tuple[str, ...] | None) -> str | None:
 
 def is_encodable(text: str) -> bool:
     """Whether a text holds characters alone: of JSON, it may hold half of a surrogate pair."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _number(value: Any) -> str | None:

@@ -46,7 +46,7 @@ class _Recorder:
         self.outermost: Callable[..., None] = self.backward
         self.used: dict[Any, tuple[Any, int]] = {}
         self.added: set[Any] = set()
-        self.sums_next = self.is_summed = self.is_unsummed = False
+        self.sums_next = self.is_unsummed = False
         self.replicated: dict[Any, tuple[Any, int]] = {}  # gradients of what several ranks train
 
     def forward(self, model: nn.parallel.DistributedDataParallel, _: Any) -> None:
@@ -89,15 +89,15 @@ class _Recorder:
         self.added = set(_filled(self.added))
         self.replicated = {p: (p.grad, _version(p.grad)) for p in self.replicated}
         self.events.append(BACKWARD)
-        if self.sums_next:
-            self.events.append(REDUCE)
-        self.is_summed, self.sums_next = self.sums_next, False
 
     def after_backward(self) -> None:
         """Keep in mind which of these the pass added to; another model's stay as they were."""
         self.added |= _changed(self.used)
-        if self.is_summed or _changed(self.replicated):
-            self.is_unsummed = not self.is_summed
+        if _changed(self.replicated):
+            self.is_unsummed = not self.sums_next
+            if self.sums_next:
+                self.events.append(REDUCE)
+            self.sums_next = False
 
     def step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Note an optimizer's step, and whether it takes what it had taken before: what another
@@ -106,11 +106,15 @@ class _Recorder:
         taken = _filled(p for group in optimizer.param_groups for p in group["params"])
         if not self.added.isdisjoint(taken):
             self.events.append(LEFT)
-        if self.is_unsummed and not self.replicated.keys().isdisjoint(taken):
+        if num_ranks() > 1 and self.is_unsummed and not self.replicated.keys().isdisjoint(taken):
             self.events.append(UNSUMMED)
         self.added.difference_update(taken)
         self.events.append(STEP)
         self.used |= dict.fromkeys(taken, (None, 0))
+
+    def sum(self, tensor: torch.Tensor, *_: Any) -> None:
+        """Note a sum over the ranks that the loop makes itself; one number is no gradient."""
+        self.is_unsummed = self.is_unsummed and tensor.numel() < 2
 
     def schedule(self, scheduler: Any, *_: Any) -> None:
         """Note a scheduler's step, and whose it is."""
@@ -153,13 +157,14 @@ def recording(model: nn.Module | None = None) -> Iterator[list[str]]:
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     if isinstance(model, nn.parallel.DistributedDataParallel):
         hooks.append(model.register_forward_pre_hook(recorder.forward))
-        if num_ranks() > 1:
-            recorder.replicated = dict.fromkeys(model.parameters(), (None, 0))
+        recorder.replicated = dict.fromkeys(model.parameters(), (None, 0))
     patches = [
         recorder.noting(torch.autograd, "backward", recorder.backward),
         recorder.noting(torch.amp.GradScaler, "step", lambda _, one, *__: recorder.step(one)),
         recorder.noting(LRScheduler, "_initial_step", lambda *_: None),  # a constructor's
     ]
+    if torch.distributed.is_available():  # by hand, of gradients or of a copy of them
+        patches.append(recorder.noting(torch.distributed, "all_reduce", recorder.sum))
     for kind in (LRScheduler, *_subclasses(LRScheduler)):
         if "step" in vars(kind):
             patches.append(recorder.noting(kind, "step", recorder.schedule))
@@ -227,7 +232,7 @@ def accumulation_calls(  # noqa: PLR0911
         return failed(
             f"{events.count(UNSUMMED)} updates step on gradients not summed over the ranks",
             "the last backward pass of an update outside no_sync() (accelerator.accumulate does "
-            "so), and each forward pass through the model that DDP has wrapped",
+            "so), and each forward pass through the model that DDP has wrapped; local SGD means to",
         )
     about = f"{len(updates)} updates of {listed(sorted(set(counts)), 8)} micro-batches"
     if most > accumulation_steps:

@@ -28,14 +28,15 @@ def same_curve(
     least = np.maximum(0.1 * np.abs(b).max(axis=0), 1e-12)
     gaps = np.abs(a - b) / np.maximum(np.abs(b), least)
     far = np.flatnonzero(~(gaps <= tolerance).all(axis=1))  # what is no number is not near
-    if len(far) and b[:, 0].max() > DIVERGED * b[0, 0]:
-        return skipped(
-            f"on one process, too, the loss grows from {b[0, 0]:.3f} to {b[:, 0].max():.3f}, and "
-            "rounding with it",
-            "a lower learning_rate, and more warmup_steps",
-        )
     if len(far):
         first = int(far[0]) + 1
+        grown = b[:first, 0].max()
+        if grown > DIVERGED * abs(b[0, 0]):
+            return skipped(
+                f"on one process, too, the loss grows from {b[0, 0]:.3f} to {grown:.3f} until "
+                f"update {first}, and rounding with it",
+                "a lower learning_rate, and more warmup_steps",
+            )
         mine, theirs = a[first - 1], b[first - 1]
         return failed(
             f"update {first}: loss {mine[0]:.6f} against {theirs[0]:.6f}, gradient norm "

@@ -69,6 +69,7 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     folder = load.resolve(config.model_name_or_path)
     tokenizer = load.load_tokenizer(folder)
     base = load.load_model_config(folder)
+    load.check_trainable(base)
     load.check_max_seq_length(config.max_seq_length, load.position_limit(base, tokenizer))
     watch.stage("data")
     with watch.first(accelerator.is_local_main_process):  # it tokenises, others find its cache

@@ -174,8 +174,10 @@ class Run:
     def resume(self, folder: Path) -> None:
         """Continue from a verified checkpoint. Collective."""
         saved = state.read_trainer_state(folder)
-        here = self.identity | {"mixed_precision": self.accelerator.mixed_precision}
-        there = saved["identity"] | {"mixed_precision": saved["mixed_precision"]}
+        here, there = self.identity, saved["identity"]
+        if saved["step"] < self.num_steps:  # else no update is left that it would change
+            here = here | {"mixed_precision": self.accelerator.mixed_precision}
+            there = there | {"mixed_precision": saved["mixed_precision"]}
         state.check_same_run(folder, there, here, self.config.allow_changed)
         groups = self.scheduler.optimizer.param_groups
         num_saved = len(saved["scheduler"]["base_lrs"])

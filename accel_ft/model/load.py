@@ -24,7 +24,6 @@ T = TypeVar("T")
 PACKAGE = "package://"
 NEEDED = re.compile(r"\.\d+\.|position_embeddings\.|embed_positions\.|wpe\.")  # of a layer or place
 UNLIMITED = 10**6  # tokenizers without a limit say 10^30
-OF_ONE_LENGTH = {"nystromformer", "reformer"}  # that their batches must have
 ROBERTAS = {
     "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "xmod",
     "mpnet", "longformer", "data2vec-text", "ibert", "luke", "mluke", "lilt", "esm",
@@ -189,11 +188,6 @@ def load_model_config(folder: str, key: str = "model_name_or_path", **settings: 
     from transformers import AutoConfig
 
     config = _from_pretrained(key, folder, AutoConfig.from_pretrained, **settings)
-    if config.model_type in OF_ONE_LENGTH:
-        raise ConfigError(
-            f"{key}={folder}: {config.model_type} wants all batches of one length, which accel_ft "
-            "does not make. Fix: a model of another kind"
-        )
     config.return_dict = True
     config.get_text_config().use_cache = False  # a decoder's keys and values: nobody reads on
     attention = str(config._attn_implementation)
@@ -226,6 +220,20 @@ def check_max_seq_length(max_seq_length: int, limit: int | None) -> None:
     if limit is not None and limit < max_seq_length:
         raise ConfigError(
             f"max_seq_length={max_seq_length}: the model sees {limit} tokens. Allowed: 2-{limit}"
+        )
+
+
+def check_trainable(config: Any) -> None:
+    """Refuse kinds that train on batches of one length alone, which the plan does not make.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    lengths = {getattr(config, key, None) for key in ("num_landmarks", "segment_means_seq_len")}
+    if config.model_type == "reformer" or len(lengths) > 1:  # Nystromformer; equal, it has no parts
+        raise ConfigError(
+            f"model_name_or_path={config.name_or_path}: {config.model_type} wants all batches of "
+            "one length, which accel_ft does not make. Fix: a model of another kind"
         )
 
 

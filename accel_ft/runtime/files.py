@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 from filelock import FileLock, Timeout
 
 from accel_ft.errors import ConfigError
@@ -20,10 +21,8 @@ LOCK_SECONDS = 30.0  # a run that was told to stop may still be saving
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Replace a file's content; a reader, or a kill, never meets half of it. One process at a time:
-    what a killed one has left is written over.
-    """
-    staging = path.with_name(f".{path.name}.new")
+    """Replace a file's content; a reader, or a kill, never meets half of it."""
+    staging = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with staging.open("wb") as file:
             if isinstance(content, str):  # a file's name in it may be no UTF-8
@@ -34,6 +33,14 @@ def write_whole(path: Path, content: str | bytes) -> None:
         staging.replace(path)
     finally:
         staging.unlink(missing_ok=True)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what `write_whole` has left there in processes that were killed."""
+    for path in folder.glob(".*.*"):
+        number = path.name.rpartition(".")[2]
+        if number.isdecimal() and not psutil.pid_exists(int(number)):
+            path.unlink(missing_ok=True)
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

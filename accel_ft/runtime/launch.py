@@ -37,6 +37,7 @@ from accel_ft.runtime.memory import keep_freed_memory
 
 YES = ("y", "yes", "t", "true", "on", "1")  # as accelerate reads it
 ENVIRONMENT = "the environment"  # where no `accelerate launch` is among the parents
+SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish", "ash", "busybox"}
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # that end a run
 COMPILATIONS = 256  # of one function: 24 widths up to 4,096 tokens, trained and evaluated, under
 # FSDP2 for the last layer and the others, with micro-batches of two sizes
@@ -94,8 +95,9 @@ def own_launcher() -> int | None:
     its ranks' end; not a shell's.
     """
     pid, command = errors.parent
-    is_one = "TORCHELASTIC_RUN_ID" in os.environ or launcher_words(command) is not None
-    return pid if is_one else None
+    is_shell = os.path.basename((command or [""])[0]).lstrip("-") in SHELLS
+    is_elastic = "TORCHELASTIC_RUN_ID" in os.environ and not is_shell
+    return pid if is_elastic or launcher_words(command) is not None else None
 
 
 def find_launcher() -> tuple[list[str], str] | None:
@@ -171,9 +173,9 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
     if asked is not None and asked >= 0 and accelerator.num_processes != asked:
         raise LaunchError(
             f"{request.source} asks for {asked} processes, {accelerator.num_processes} run as one "
-            "group. Fix: accelerate_configs/ddp.yaml or fsdp2.yaml; on the CPU cpu_ddp.yaml or "
-            "cpu_fsdp2.yaml; in a YAML of your own distributed_type: MULTI_GPU, and use_cpu: true "
-            "for the CPU"
+            "group. Fix: for several, accelerate_configs/ddp.yaml or fsdp2.yaml, on the CPU "
+            "cpu_ddp.yaml or cpu_fsdp2.yaml; in a YAML of your own distributed_type: MULTI_GPU, "
+            "and use_cpu: true for the CPU"
         )
     return accelerator
 

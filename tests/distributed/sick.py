@@ -328,6 +328,37 @@ def means_of_means():
 # Programs that are well, and were once condemned.
 
 
+def adversarial():
+    """A judge learns between the forward and the backward pass of what it judges, as in DCGAN."""
+    made, judge = (DistributedDataParallel(nn.Linear(2, 2)) for _ in range(2))
+    theirs, its = (torch.optim.SGD(each.parameters(), 0.1) for each in (made, judge))
+    with accumulation.recording(made) as events:
+        for start in (0, 4, 8):
+            inputs, labels = ROWS[start : start + 4]
+            fake = made(inputs)
+            its.zero_grad()
+            loss_of(judge, (fake.detach(), labels)).backward()
+            its.step()
+            theirs.zero_grad()
+            loss_of(judge, (fake, labels)).backward()
+            theirs.step()
+    return {"unsummed": events.count("unsummed"), "reduce": events.count("reduce")}
+
+
+def summed_by_hand():
+    model = DistributedDataParallel(small_model())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with accumulation.recording(model) as events:
+        for start in (0, 4, 8):
+            with model.no_sync():
+                loss_of(model, ROWS[start : start + 4]).backward()
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"unsummed": events.count("unsummed")}
+
+
 def healthy():
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.distributed.fsdp import fully_shard
@@ -350,6 +381,8 @@ def healthy():
         if len(counts) == 1:
             model.register_comm_hook(None, allreduce_hook)
     return {
+        "adversarial": adversarial(),
+        "summed by hand": summed_by_hand(),
         "drop_last": sampling.training_sampling(dropping, 20, ids, sampler.set_epoch),
         "made even": sampling.training_sampling(
             DataLoader(odd, 4, sampler=evened), 19, ids, evened.set_epoch

@@ -37,7 +37,7 @@ LLAMA["fsdp_transformer_layer_cls_to_wrap"] = "LlamaDecoderLayer"
 REFUSED = {
     "MULTI_CPU starts one process": Refused(
         {"distributed_type": "MULTI_CPU"},
-        "asks for 2 processes, 1 run as one group. Fix: accelerate_configs/ddp.yaml or fsdp2.yaml",
+        "asks for 2 processes, 1 run as one group. Fix: for several, accelerate_configs/ddp.yaml or fsdp2.yaml",
     ),
     "--cpu starts one process": Refused(
         "cpu.yaml", "asks for 2 processes, 1 run as one group", ("--cpu", "--num_processes", 2)

@@ -67,6 +67,8 @@ def test_the_broken_program_is_named_and_the_mend_works(
 def test_healthy_programs_pass(found: dict[str, Any]) -> None:
     cases = found["healthy"]
     assert cases.pop("reduces") == [1, 1]
+    assert cases.pop("adversarial") == {"unsummed": 0, "reduce": 3}
+    assert cases.pop("summed by hand") == {"unsummed": 0}
     assert cases.pop("sharded")["verdict"] == "SKIP"
     assert {finding["verdict"] for finding in cases.values()} == {"PASS"}, cases
 

@@ -240,7 +240,7 @@ def test_bf16_as_the_yaml_has_it(
         output_dir = tmp_path / config
         words = job_words(tiny_model, rows_file, odd_file, output_dir)
         done = launch(config, "-m", "accel_ft.train", *words, "--max_steps", 2)
-        assert "Warning" not in done.stderr  # FSDP2 has one of layers that return a view
+        assert "returned a view" not in done.stderr  # of which FSDP2 warns
         receipt = json.loads((output_dir / "receipt.json").read_text())
         assert receipt["strategy"]["mixed_precision"] == "bf16"
         first = json.loads((output_dir / "metrics.jsonl").read_text().splitlines()[0])

@@ -137,6 +137,16 @@ def test_padding_of_a_head_that_reads_the_last_place(
     assert curves[0] == pytest.approx(curves[1], rel=2e-6)
 
 
+def test_texts_shorter_than_what_is_pooled(tmp_path: Path, rows_file: Path, odd_file: Path) -> None:
+    """Funnel halves the length again and again, and fails on less than five tokens."""
+    sizes = {"d_model": 32, "n_head": 2, "d_head": 16, "d_inner": 32, "block_sizes": [1, 1, 1]}
+    names, template = "<pad> <unk> <cls> <sep>", "<cls>:2 $A:0 <sep>:0"
+    model = make(tmp_path / "funnel", "Funnel", names, template, **sizes)
+    words = job_words(model, rows_file, odd_file, tmp_path / "run")
+    train.main([*words, "--max_steps", "2"])
+    assert len(load_classifier(tmp_path / "run").predict(["a goal"])) == 1
+
+
 @pytest.mark.parametrize("model", ["Roberta", "GPT2", "Bart", "Bert"])
 def test_token_types_that_the_model_does_not_know(
     model: str, tmp_path: Path, odd_file: Path

@@ -139,11 +139,17 @@ def test_a_resume_in_another_precision_is_refused(
     try:
         AcceleratorState._reset_state()
         with pytest.raises(
-            CheckpointError, match="mixed_precision: 'no' in the checkpoint, 'bf16'"
+            CheckpointError,
+            match=r"mixed_precision: 'no' in the checkpoint, 'bf16' .*\(`accelerate launch --mixed_precision no`",
         ):
             train.main(words)
         train.main([*words, "--allow_changed", "mixed_precision"])
         assert events_of(run)[-1]["event"] == "end"
+        shutil.rmtree(run / "model")
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+        AcceleratorState._reset_state()
+        train.main(words)  # no update is left that it would change
+        assert (run / "model/config.json").is_file()
     finally:
         AcceleratorState._reset_state()
 

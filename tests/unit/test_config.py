@@ -370,8 +370,8 @@ def test_keys_without_effect_are_told(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--text_column", "label"], "label_column=label: is text_column, too"),
-        (["--text_pair_column", "text"], "text_column=text: is text_pair_column, too"),
+        (["--text_column", "label"], "label_column=label: text_column is the same"),
+        (["--text_pair_column", "text"], "text_column=text: text_pair_column is the same"),
         (["--report_to", "html,none"], "report_to=('html', 'none'): none, and others"),
         (["--class_weights", "1e300,1"], "class_weights=1e300"),
         (["--dropout", "0"], "--dropout: unknown key. Fix: in the model's config.json"),
@@ -402,7 +402,7 @@ def test_a_receipt_of_another_shape(tmp_path: Path) -> None:
 
     for text in ("[]", "{}", '{"starts": 3, "identity": {"labels": []}}', "null"):
         (tmp_path / "receipt.json").write_text(text)
-        with pytest.raises(ConfigError, match="receipt.json: cannot be read"):
+        with pytest.raises(ConfigError, match="receipt.json: is no receipt of accel_ft"):
             read_receipt(tmp_path)
 
 

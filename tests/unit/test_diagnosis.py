@@ -641,6 +641,8 @@ def test_one_curve_but_for_what_rounding_explains() -> None:
     diverged = curve.same_curve([*far[:2], (230.0, 45.0)], far)
     assert (diverged.verdict, "grows from 1.400 to 230" in diverged.measured) == ("SKIP", True)
     well(curve.same_curve(far, far))
+    caught(curve.same_curve([(1.4, 2.0), *far[1:]], far), "update 1: loss 1.4")  # before it grows
+    caught(curve.same_curve([(0.02, 1.0), (0.1, 1.0)], [(0.01, 1.0), (0.05, 1.0)]), "update 1")
 
 
 def test_a_gradient_that_is_missing() -> None:

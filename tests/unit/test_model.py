@@ -1,3 +1,4 @@
+import contextlib
 import hashlib
 import json
 import shutil
@@ -14,6 +15,7 @@ from accel_ft.errors import CheckpointError, ConfigError
 from accel_ft.model.load import (
     _check_weights,
     check_max_seq_length,
+    check_trainable,
     load_for_inference,
     load_for_training,
     load_model_config,
@@ -299,11 +301,22 @@ def test_the_side_of_padding_is_the_models(tiny_model: Path, tmp_path: Path) -> 
         assert load_tokenizer(str(tmp_path)).padding_side == side
 
 
-@pytest.mark.parametrize("kind", ["nystromformer", "reformer"])
-def test_kinds_that_want_batches_of_one_length(kind: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    with pytest.raises(ConfigError, match=f"{kind} wants all batches of one length"):
-        load_model_config(str(tmp_path))
+@pytest.mark.parametrize(
+    ("kind", "settings", "can"),
+    [
+        ("reformer", {}, False),
+        ("nystromformer", {"num_landmarks": 8}, False),
+        ("nystromformer", {}, True),  # as many landmarks as tokens: plain attention
+        ("bert", {}, True),
+    ],
+)
+def test_kinds_that_want_batches_of_one_length(
+    kind: str, settings: dict[str, int], can: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind} | settings))
+    config = load_model_config(str(tmp_path))
+    with contextlib.nullcontext() if can else pytest.raises(ConfigError, match=f"{kind} wants all"):
+        check_trainable(config)
 
 
 def test_one_logit_alone_is_a_number(tiny_model: Path) -> None:

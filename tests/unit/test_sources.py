@@ -181,10 +181,13 @@ def test_parquet_that_python_cannot_hold(tmp_path: Path) -> None:
 def test_an_object_has_each_key_once(tmp_path: Path) -> None:
     """The last one would win, unsaid; of a csv, a column that is there twice is refused as well."""
     one = '{"text": "a", "label": "x", "label": "y"}'
-    for name, content, place in (("a.jsonl", one, "line 1"), ("a.json", f"[{one}]", "not JSON")):
+    for name, content, place in (("a.jsonl", one, "line 1"), ("a.json", f"[{one}]", "item 1")):
         (tmp_path / name).write_text(content)
-        with pytest.raises(DataError, match=f"{place}.*'label' stands in it twice"):
+        with pytest.raises(DataError, match=f"{place}: key 'label' occurs twice"):
             list(file_source(tmp_path / name).rows(DataConfig()))
+    inside = '{"text": "a", "label": "x", "about": {"n": 1, "n": 2}}'  # which nobody reads
+    (tmp_path / "a.jsonl").write_text(inside)
+    assert len(list(file_source(tmp_path / "a.jsonl").rows(DataConfig()))) == 1
 
 
 def test_half_a_character_in_a_label(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_published_whole_and_verified(tmp_path: Path) -> None:
     assert transaction.list_published(tmp_path) == [(500, final)]
 
 
-def test_what_a_killed_write_has_left_is_written_over(tmp_path: Path) -> None:
+def test_what_a_killed_write_has_left_goes(tmp_path: Path) -> None:
     """It might be uploaded with the model."""
     write, left = files.os.fsync, tmp_path / "README.md"
 
@@ -52,6 +52,9 @@ def test_what_a_killed_write_has_left_is_written_over(tmp_path: Path) -> None:
         files.write_whole(left, "one")
     os.waitpid(child, 0)
     assert (files.os.fsync, len(list(tmp_path.iterdir()))) == (write, 1)
+    (tmp_path / f".living.md.{os.getpid()}").touch()
+    files.remove_unfinished(tmp_path)
+    (tmp_path / f".living.md.{os.getpid()}").unlink()
     files.write_whole(left, "another")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [
         ("README.md", "another")
