@@ -1,3 +1,4 @@
+import json
 import os
 import re
 from pathlib import Path
@@ -400,7 +401,9 @@ def test_help_of_what_a_run_decides(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_receipt_of_another_shape(tmp_path: Path) -> None:
     from accel_ft.settings import read_receipt
 
-    for text in ("[]", "{}", '{"starts": 3, "identity": {"labels": []}}', "null"):
+    sound = {"identity": {"labels": []}, "data": {"train": ""}, "strategy": {"device": "cpu"}}
+    shapes = [json.dumps(sound | {"starts": starts}) for starts in (3, [3], [{}])]
+    for text in ("[]", "{}", json.dumps(sound), "null", *shapes):
         (tmp_path / "receipt.json").write_text(text)
         with pytest.raises(ConfigError, match="receipt.json: is no receipt of accel_ft"):
             read_receipt(tmp_path)
