@@ -281,14 +281,17 @@ def test_started_anew(what: str, tmp_path: Path) -> None:
     """The same process, arguments and input; once, though the variable be lost; and where it fails, as before."""
     code = f"""
 import os, sys
+from accel_ft import errors
 from accel_ft.runtime import memory
 memory.GPU_NODES, memory.FOLDERS = (), ("{tmp_path}",)
+if memory.STARTED_ANEW not in sys._xoptions:
+    errors.parent = 7, ["its", "first one"]  # which may be gone by then
 if "{what}" == "lost":
     os.environ.pop("GLIBC_TUNABLES", None)
 if "{what}" == "no python":
     sys.executable = "{tmp_path}/python"
 memory.restart_with_better_malloc("a b")
-print(os.getpid(), sys.argv[1:], sys.stdin.read(), memory.malloc_in_use(), sep="|")
+print(os.getpid(), sys.argv[1:], sys.stdin.read(), memory.malloc_in_use(), errors.parent, errors.PARENT in os.environ, sep="|")
 """
     words = [sys.executable, "-c", code, "a b", "--x=*"]
     process = subprocess.Popen(
@@ -299,7 +302,10 @@ print(os.getpid(), sys.argv[1:], sys.stdin.read(), memory.malloc_in_use(), sep="
     finally:
         process.kill()
     malloc = "glibc" if what else "glibc glibc.malloc.tcache_count=0"
-    assert out.strip() == f"{process.pid}|['a b', '--x=*']|rows|{malloc}"
+    assert (
+        out.strip()
+        == f"{process.pid}|['a b', '--x=*']|rows|{malloc}|(7, ['its', 'first one'])|False"
+    )
 
 
 def test_which_allocator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
