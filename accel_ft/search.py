@@ -157,9 +157,7 @@ class _Search:
         for key in ("train_file", "validation_file", "test_file"):
             if asked.get(key) is not None:
                 asked[f"SHA-256 of {key}"] = sha256(Path(asked[key]))
-        file = self.config.config_file
-        strategy = {} if file is None else read_settings(file, "config_file")
-        asked["mixed_precision of config_file"] = strategy.get("mixed_precision")
+        asked["mixed_precision of config_file"] = _strategy(self.config).get("mixed_precision")
         for key, values in self.space.items():  # of ranges, the ends may move
             a_range = isinstance(values, dict) and f"a {'log ' * bool(values.get('log'))}range"
             asked[key] = a_range or f"one of {values}"
@@ -327,6 +325,11 @@ def _check_space(config: SearchConfig, settings: dict[str, Any], space: dict[str
         raise ConfigError(f"space={config.space}: " + ("\n  ".join(faults) or "is empty"))
 
 
+def _strategy(config: SearchConfig) -> dict[str, Any]:
+    file = config.config_file
+    return {} if file is None else read_settings(file, "config_file")
+
+
 def _shares(config: SearchConfig) -> list[dict[str, str]]:
     """Return what each of the trials at the same time has in its environment: GPUs of its own, as
     far as they go round.
@@ -339,8 +342,7 @@ def _shares(config: SearchConfig) -> list[dict[str, str]]:
         return [{}]
     import torch
 
-    file = config.config_file
-    strategy = read_settings(file, "config_file") if file is not None else {}
+    strategy = _strategy(config)
     count = 0 if strategy.get("use_cpu") else torch.cuda.device_count()
     if not count:
         return [{}] * num_trials

@@ -251,6 +251,11 @@ def test_a_search_of_another_job(search_of_stand_ins, tmp_path: Path) -> None:
     rows.write_text("text,label\na,c\n")
     with pytest.raises(ConfigError, match="SHA-256 of train_file=.*: was"):  # they do not compare
         search_of_stand_ins("learning_rate: [0.9]\n", "--num_trials", "1", folder=other)
+    rows.write_text("text,label\na,b\n")
+    (tmp_path / "strategy.yaml").write_text("mixed_precision: bf16\n")
+    words = ["--num_trials", "2", "--config_file", str(tmp_path / "strategy.yaml")]
+    with pytest.raises(ConfigError, match="mixed_precision of config_file=bf16: was None in"):
+        search_of_stand_ins("learning_rate: [0.9]\n", *words, folder=other)
 
 
 def test_the_best_job_is_the_one_that_ran(search_of_stand_ins, tmp_path: Path) -> None:
