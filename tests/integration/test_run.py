@@ -698,6 +698,17 @@ def test_divergence_never_replaces_the_sound_checkpoints(finished: Path, tmp_pat
     assert all(torch.isfinite(value).all() for value in weights.values())
 
 
+def test_an_exports_card_names_the_package(finished: Path, tmp_path: Path) -> None:
+    """Of a folder, whose name says nothing elsewhere, it does not."""
+    for name, told in (("package://weights/model", True), (str(tmp_path / "model"), False)):
+        run = shutil.copytree(finished, tmp_path / f"run_{told}")
+        settings = yaml.safe_load((run / "config.yaml").read_text())
+        (run / "config.yaml").write_text(yaml.safe_dump(settings | {"model_name_or_path": name}))
+        out = tmp_path / f"out_{told}"
+        export.main(["--checkpoint", str(run), "--output", str(out)])
+        assert ("`model_name_or_path`" in (out / "README.md").read_text()) == told
+
+
 def test_transformers_opens_model_and_checkpoint(finished: Path) -> None:
     from transformers import pipeline
 
