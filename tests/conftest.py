@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 # Before any library reads them: a cache of our own, and no thought of the Hub.
-os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="accel_ft-tests-")
+CACHE = tempfile.TemporaryDirectory(prefix="accel_ft-tests-")  # goes with this process
+os.environ["HF_HOME"] = CACHE.name
 os.environ["HF_HUB_OFFLINE"] = "1"
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")  # for test_gpu.py
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what needs no GPU runs without one everywhere
