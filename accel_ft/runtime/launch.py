@@ -162,6 +162,12 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
     if is_compiled():
         torch._dynamo.config.recompile_limit = COMPILATIONS
         torch._dynamo.config.fail_on_recompile_limit_hit = True  # not on in eager mode, unsaid
+        if not compiles_each_width():
+            # Widths are multiples of 8 as they are. To ask whether to pad them bounds them, and for
+            # a bounded width inductor makes a softmax over the bound, which takes ptxas minutes.
+            from torch._inductor import config as inductor  # takes a second
+
+            inductor.shape_padding = False
         if accelerator.mixed_precision == "no":
             torch.backends.cuda.matmul.allow_tf32 = False  # which accelerate has just set
     is_fsdp = accelerator.distributed_type == DistributedType.FSDP
