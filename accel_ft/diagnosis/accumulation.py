@@ -18,16 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from accel_ft.diagnosis.finding import (
-    Finding,
-    check,
-    failed,
-    listed,
-    num_ranks,
-    passed,
-    skipped,
-    warned,
-)
+from accel_ft.diagnosis.finding import Finding, Verdict, check, listed, num_ranks
 from accel_ft.diagnosis.gradients import gradients_of
 from accel_ft.runtime.fsdp import whole
 
@@ -209,39 +200,39 @@ def accumulation_calls(  # noqa: PLR0911
     """
     updates, rest = blocks(events)
     if WITHIN in events:
-        return skipped(f"{events.count(WITHIN)} steps within the backward pass")
+        return Verdict.SKIP(f"{events.count(WITHIN)} steps within the backward pass")
     if not updates:
-        return failed(f"no step in {len(events)} calls", "call optimizer.step()")
+        return Verdict.FAIL(f"no step in {len(events)} calls", "call optimizer.step()")
     counts = [update.count(BACKWARD) for update in updates]
     most = max(counts)
     if most == 0:
-        return skipped(f"{events.count(STEP)} steps, no backward pass outside of step()")
+        return Verdict.SKIP(f"{events.count(STEP)} steps, no backward pass outside of step()")
     if BACKWARD in rest:
-        return failed(
+        return Verdict.FAIL(
             f"the epoch ends with {rest.count(BACKWARD)} backward passes and no step: their "
             "gradients are dropped, or go into the next epoch's first update",
             "step after the last batch of an epoch too (accelerator.accumulate does), and divide "
             "by the number of samples it has",
         )
     if LEFT in events:
-        return failed(
+        return Verdict.FAIL(
             f"{events.count(LEFT)} updates begin with the gradients of the one before",
             "optimizer.zero_grad() after each step",
         )
     if UNSUMMED in events:
-        return failed(
+        return Verdict.FAIL(
             f"{events.count(UNSUMMED)} updates step on gradients not summed over the ranks",
             "the last backward pass of an update outside no_sync() (accelerator.accumulate does "
             "so), and each forward pass through the model that DDP has wrapped; local SGD means to",
         )
     about = f"{len(updates)} updates of {listed(sorted(set(counts)), 8)} micro-batches"
     if most > accumulation_steps:
-        return failed(
+        return Verdict.FAIL(
             f"{about}, more than {accumulation_steps}",
             "see where step() is called; losses with a backward pass each count as micro-batches",
         )
     if most < accumulation_steps and len(updates) > 1:
-        return failed(
+        return Verdict.FAIL(
             f"{about}, fewer than {accumulation_steps}",
             "step once for all of them: with accelerator.accumulate(model) around each, and "
             "Accelerator(gradient_accumulation_steps=...)",
@@ -257,7 +248,7 @@ def accumulation_calls(  # noqa: PLR0911
             for before, event in pairwise(events)
         )
         is_for_each_rank = schedules == num_ranks() and not is_after_backward
-        judged = warned if is_for_each_rank else failed
+        judged = Verdict.WARN if is_for_each_rank else Verdict.FAIL
         return judged(
             f"the scheduler is stepped {schedules} times an update"
             + (", once for each rank" if is_for_each_rank else ""),
@@ -267,17 +258,17 @@ def accumulation_calls(  # noqa: PLR0911
         )
     sums = max(update.count(REDUCE) for update in updates)
     if sums > 1:
-        return warned(
+        return Verdict.WARN(
             f"gradients are summed over the ranks up to {sums} times an update of "
             f"{most} micro-batches",
             "model.no_sync() around all but the last backward pass (accelerator.accumulate)",
         )
     if len(set(counts)) > 1:
-        return warned(
+        return Verdict.WARN(
             f"{about}: a short last block",
             "its loss must be divided by its own number of samples: see `accumulated gradient`",
         )
-    return passed(about)
+    return Verdict.PASS(about)
 
 
 @check("accumulated gradient")
@@ -305,15 +296,15 @@ def accumulated_gradient(
         )
         aa, ab, bb = aa + (a * a).sum(), ab + (a * b).sum(), bb + (b * b).sum()
     if not bb:
-        return failed("the whole batch leaves no gradient", "is anything trained?")
+        return Verdict.FAIL("the whole batch leaves no gradient", "is anything trained?")
     factor = float(ab / bb)
     left = (aa - 2 * factor * ab + factor**2 * bb).clamp_min(0)  # that no factor explains
     rest = float((left / aa.clamp_min(1e-60)).sqrt())
     about = f"{factor:.4f} times that of the whole batch, {rest:.1e} of it in another direction"
     if not (abs(factor - 1) <= tolerance and rest <= tolerance):  # nor where one is no number
-        return failed(
+        return Verdict.FAIL(
             about,
             "divide each micro-batch's summed loss by the samples (or label weight) of the whole "
             "update, not by its own; compute the loss outside the model",
         )
-    return passed(about)
+    return Verdict.PASS(about)

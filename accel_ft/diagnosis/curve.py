@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from accel_ft.diagnosis.finding import Finding, check, failed, passed, skipped
+from accel_ft.diagnosis.finding import Finding, Verdict, check
 
 DIVERGED = 3  # times the first loss
 
@@ -23,7 +23,7 @@ def same_curve(
             held against a tenth of the greatest.
     """
     if not ours or len(ours) != len(alone):
-        return failed(f"{len(ours)} updates against {len(alone)}", "the same job for both")
+        return Verdict.FAIL(f"{len(ours)} updates against {len(alone)}", "the same job for both")
     a, b = np.array(ours, np.float64), np.array(alone, np.float64)
     least = np.maximum(0.1 * np.abs(b).max(axis=0), 1e-12)
     gaps = np.abs(a - b) / np.maximum(np.abs(b), least)
@@ -32,16 +32,16 @@ def same_curve(
         first = int(far[0]) + 1
         grown = b[:first, 0].max()
         if grown > DIVERGED * abs(b[0, 0]):
-            return skipped(
+            return Verdict.SKIP(
                 f"on one process, too, the loss grows from {b[0, 0]:.3f} to {grown:.3f} until "
                 f"update {first}, and rounding with it",
                 "a lower learning_rate, and more warmup_steps",
             )
         mine, theirs = a[first - 1], b[first - 1]
-        return failed(
+        return Verdict.FAIL(
             f"update {first}: loss {mine[0]:.6f} against {theirs[0]:.6f}, gradient norm "
             f"{mine[1]:.6f} against {theirs[1]:.6f} on one process",
             "divide by the label weight of the whole global batch (`accumulated gradient`); give "
             "each rank its share of the same batch (`sampling`)",
         )
-    return passed(f"{len(gaps)} updates, greatest relative difference {gaps.max():.1e}")
+    return Verdict.PASS(f"{len(gaps)} updates, greatest relative difference {gaps.max():.1e}")

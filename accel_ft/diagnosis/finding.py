@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from typing import Any, ParamSpec
 
 from torch import distributed as dist
@@ -14,12 +14,15 @@ P = ParamSpec("P")
 
 
 class Verdict(StrEnum):
-    """How a check ended, the worst last."""
+    """How a check ended, the worst last. Called, it is what the check found; `check` names it."""
 
     SKIP = "SKIP"
     PASS = "PASS"
     WARN = "WARN"
     FAIL = "FAIL"
+
+    def __call__(self, measured: str, mend: str = "") -> "Finding":
+        return Finding("", self, measured, mend)
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,6 @@ class Finding:
     verdict: Verdict
     measured: str
     mend: str = ""
-
-
-# What a check finds; `check` names it.
-passed = partial(Finding, "", Verdict.PASS)
-warned = partial(Finding, "", Verdict.WARN)
-failed = partial(Finding, "", Verdict.FAIL)
-skipped = partial(Finding, "", Verdict.SKIP)
 
 
 def check(name: str) -> Callable[[Callable[P, Finding]], Callable[P, Finding]]:

@@ -1,6 +1,6 @@
 """Will it fit: bytes on each rank, by what they are for, against what the device has."""
 
-from accel_ft.diagnosis.finding import Finding, check, failed, passed
+from accel_ft.diagnosis.finding import Finding, Verdict, check
 from accel_ft.model.memory import RESERVE, Need
 
 MIB = 2**20
@@ -60,5 +60,5 @@ def will_it_fit(
     else:
         choice = "a larger device, more ranks, or a smaller model: not one row fits"
     if now <= usable:
-        return passed(f"{about}; choice: {choice}")
-    return failed(about, choice)
+        return Verdict.PASS(f"{about}; choice: {choice}")
+    return Verdict.FAIL(about, choice)

@@ -12,7 +12,6 @@ import shutil
 import sys
 import time
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -174,11 +173,9 @@ def _on_the_job(
     yield machine.clocks()
     yield machine.hub(_needs_hub(config), constants.HF_HUB_OFFLINE, hub_reachable)
     yield machine.links(accelerator.device)
-    yield order.arrival("start")
     job = _probe(config, folder, watch)
     capacity = device_bytes(accelerator.device)  # before the run has its share of it
     run = _quiet(build(job, accelerator, watch))
-    yield order.arrival("wrap")
     yield order.construction_order(log, watch.num_ranks)
     yield order.optimizer_holds_model(run.model, run.optimizer)
     yield _disk(run, config)
@@ -188,10 +185,9 @@ def _on_the_job(
     else:
         reason = "the whole model, its gradients and moments do not fit on a rank beside the run"
         yield Finding("the model alone", Verdict.SKIP, reason)
-    yield from _on_the_replicas(run, "at the start")
     with dropout.on_cpu(accelerator.device):  # as training does
         yield from _on_the_loop(run)
-        yield from _on_the_replicas(run, "at the end")
+        yield from _on_the_replicas(run)  # after the updates
         job = run.config  # with the micro-batch that `auto` has found: not once more
         _let_go(run)  # what follows needs its room, and that of its checkpoints
         if accelerator.is_main_process:
@@ -356,15 +352,11 @@ def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
         yield Finding("overfits", Verdict.SKIP, why)
         return
     split = run.splits.train
-    # BART's and T5's kind find a text's last token by its end token: they see all of it.
-    tokens = None if getattr(model.config, "is_encoder_decoder", False) else LEARNT_TOKENS
     places = np.arange(min(len(split), 100 * LEARNT_ROWS), dtype=np.int64)
-    rows = [row[..., :tokens] for row in split.tokens(places)]
+    middle = np.s_[LEARNT_TOKENS - 1 : -1]  # the last one stays: BART's kind asks the end token
+    rows = [np.delete(row, middle, axis=-1) for row in split.tokens(places)]
     different = {row.tobytes(): place for place, row in enumerate(rows)}
-    at_once = run.config.per_device_train_batch_size
-    assert at_once != "auto"
-    num_rows = LEARNT_ROWS if tokens else min(LEARNT_ROWS, at_once)  # whole ones may be long
-    chosen = np.array(list(different.values())[:num_rows])
+    chosen = np.array(list(different.values())[:LEARNT_ROWS])
     batch = run.train_batches.pad([rows[place] for place in chosen])
     batch |= {"labels": torch.from_numpy(split.labels(chosen)), "weights": torch.ones(len(chosen))}
     batch = send_to_device(batch, run.accelerator.device)
@@ -394,14 +386,11 @@ def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
         yield learning.varied_predictions(forward(model, batch))
 
 
-def _on_the_replicas(run: Run, when: str) -> Iterator[Finding]:
+def _on_the_replicas(run: Run) -> Iterator[Finding]:
     batch = _batch(run, run.plan.global_batch(0)[:8])
-    for finding in (
-        replicas.same_weights(run.model),
-        replicas.same_buffers(run.model),
-        replicas.same_loss(lambda shared: _loss(run, run.model.eval(), shared), batch),
-    ):
-        yield replace(finding, check=f"{finding.check} {when}")
+    yield replicas.same_weights(run.model)
+    yield replicas.same_buffers(run.model)
+    yield replicas.same_loss(lambda shared: _loss(run, run.model.eval(), shared), batch)
 
 
 def _on_the_loop(run: Run) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from accel_ft.diagnosis.finding import Finding, check, failed, listed, passed, skipped, warned
+from accel_ft.diagnosis.finding import Finding, Verdict, check, listed
 from accel_ft.runtime.fsdp import whole
 
 ENOUGH_UPDATES = 20  # to tell a loss that does not fall
@@ -28,14 +28,14 @@ def initial_loss(loss: float, num_labels: int, is_fresh: bool = True) -> Finding
     expected = math.log(num_labels)
     about = f"{loss:.4f}, ln({num_labels}) is {expected:.4f}"
     if not math.isfinite(loss):
-        return failed(about, "see the inputs and the precision: no number comes out")
+        return Verdict.FAIL(about, "see the inputs and the precision: no number comes out")
     if loss > 2 * expected + 0.5 or (is_fresh and loss < expected / 2):
-        return warned(
+        return Verdict.WARN(
             about,
             "a fresh head should begin near it: see the labels, the size of the head's weights, "
             "and whether the loss is a mean",
         )
-    return passed(about)
+    return Verdict.PASS(about)
 
 
 def _partner(name: str) -> str:
@@ -53,9 +53,9 @@ def usual_rate(learning_rate: float, highest: float = HIGHEST_RATE) -> Finding:
         highest: a new head on a frozen encoder, or adapters, bear more than a whole model.
     """
     if LOWEST_RATE <= learning_rate <= highest:
-        return passed(f"{learning_rate:g}")
+        return Verdict.PASS(f"{learning_rate:g}")
     about = f"{learning_rate:g} is not between {LOWEST_RATE:g} and {highest:g}"
-    return warned(about, "2e-5 to 1e-4 for a whole encoder, 1e-3 for adapters or a head")
+    return Verdict.WARN(about, "2e-5 to 1e-4 for a whole encoder, 1e-3 for adapters or a head")
 
 
 @check("gradient norms")
@@ -71,21 +71,23 @@ def gradient_norms(model: nn.Module) -> Finding:
         if p.grad is not None
     }
     if not norms:
-        return failed("no parameter has a gradient", "loss.backward(), requires_grad")
+        return Verdict.FAIL("no parameter has a gradient", "loss.backward(), requires_grad")
     sick = [name for name, norm in norms.items() if not math.isfinite(norm)]
     if sick:
-        return failed(f"not finite: {listed(sick)}", "see the inputs, the precision, the rate")
+        return Verdict.FAIL(
+            f"not finite: {listed(sick)}", "see the inputs, the precision, the rate"
+        )
     still = [name for name, norm in norms.items() if norm == 0.0 and not norms.get(_partner(name))]
     total = math.sqrt(sum(norm**2 for norm in norms.values()))
     if total == 0.0:
-        return failed("all are zero", "the loss does not depend on the weights")
+        return Verdict.FAIL("all are zero", "the loss does not depend on the weights")
     about = f"{total:.4f} in all, {len(norms)} parameters"
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     if frozen:
         about += f"; {len(frozen)} are frozen, the last one {frozen[-1]}"
     if still:
-        return warned(f"{about}; zero: {listed(still)}", "does the loss depend on them?")
-    return passed(about)
+        return Verdict.WARN(f"{about}; zero: {listed(still)}", "does the loss depend on them?")
+    return Verdict.PASS(about)
 
 
 @check("overfits")
@@ -108,17 +110,19 @@ def overfits(
         losses.append(step())
         goal = losses[0] / 3 if goal is None else goal
         if len(losses) >= 3 and max(losses[-3:]) < goal:
-            return passed(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} updates")
+            return Verdict.PASS(
+                f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} updates"
+            )
         if not math.isfinite(losses[-1]):
             break
     about = f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} updates"
     if len(losses) < steps and losses[-1] < losses[0] / 2:
-        return passed(f"{about}, all that {seconds:.0f} s allow: less than half is enough")
+        return Verdict.PASS(f"{about}, all that {seconds:.0f} s allow: less than half is enough")
     about = f"{about}, not below {goal:.3g}"
     falls = losses[-1] < FALLING * losses[0]
     if len(losses) < (steps if falls else min(steps, ENOUGH_UPDATES)) and math.isfinite(losses[-1]):
-        return skipped(f"{about}: too slow a device to tell in {seconds:.0f} s")
-    return failed(
+        return Verdict.SKIP(f"{about}: too slow a device to tell in {seconds:.0f} s")
+    return Verdict.FAIL(
         about,
         "are labels and rows of one sample? is a layer frozen, see `gradient norms`, that should "
         "learn? does the optimizer hold the parameters, and is the "
@@ -134,11 +138,11 @@ def varied_predictions(logits: torch.Tensor) -> Finding:
         logits: [n, C].
     """
     if logits.shape[-1] == 1:
-        return skipped("one logit: there are no classes to count")
+        return Verdict.SKIP("one logit: there are no classes to count")
     counts = torch.bincount(logits.argmax(-1).flatten().cpu(), minlength=logits.shape[-1])
     about = f"of {len(logits)} rows by class: {counts.tolist()}"
     if not torch.isfinite(logits).all():
-        return failed("logits are not finite", "see the inputs and the precision")
+        return Verdict.FAIL("logits are not finite", "see the inputs and the precision")
     if len(logits) >= 8 and int((counts > 0).sum()) == 1:
-        return warned(f"{about}: one class for all", "train longer, or see `overfits`")
-    return passed(about)
+        return Verdict.WARN(f"{about}: one class for all", "train longer, or see `overfits`")
+    return Verdict.PASS(about)

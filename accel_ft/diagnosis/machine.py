@@ -13,17 +13,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from accel_ft.diagnosis.finding import (
-    Finding,
-    check,
-    failed,
-    gather,
-    listed,
-    num_ranks,
-    passed,
-    skipped,
-    warned,
-)
+from accel_ft.diagnosis.finding import Finding, Verdict, check, gather, listed, num_ranks
 
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "numpy")
 MIB = 2**20
@@ -41,9 +31,9 @@ def versions() -> Finding:
     differing = [name for name in PACKAGES if len({rank[name] for rank in ranks}) > 1]
     if differing:
         words = [f"{name} {' / '.join(rank[name] for rank in ranks)}" for name in differing]
-        judged = failed if "torch" in differing else warned
+        judged = Verdict.FAIL if "torch" in differing else Verdict.WARN
         return judged(listed(words), "install the same versions on every machine")
-    return passed(", ".join(f"{name} {ranks[0][name]}" for name in PACKAGES))
+    return Verdict.PASS(", ".join(f"{name} {ranks[0][name]}" for name in PACKAGES))
 
 
 @check("device")
@@ -63,16 +53,16 @@ def devices(device: torch.device, precision: str) -> Finding:
     backend = f", {dist.get_backend()}" if dist.is_initialized() else ""
     places = [place for _, _, place in ranks if place]
     if len(set(places)) < len(places):
-        return failed(
+        return Verdict.FAIL(
             f"several ranks on one device: {listed(places, 8)}",
             "LOCAL_RANK decides the device: as many processes as GPUs",
         )
     if precision == "bf16" and not all(has for _, has, _ in ranks):
-        return warned(
+        return Verdict.WARN(
             f"{about}{backend}: bf16 is imitated here, some times slower than float32",
             "--mixed_precision no",
         )
-    return passed(f"{len(ranks)} x {about}{backend}")
+    return Verdict.PASS(f"{len(ranks)} x {about}{backend}")
 
 
 @check("all-reduce")
@@ -80,7 +70,7 @@ def links(device: torch.device) -> Finding:
     """Time all-reduces: us and GB/s (2 (N - 1) / N bytes a byte) of each size. Collective."""
     count, words = num_ranks(), []
     if count == 1:
-        return skipped("one process: nothing is sent")
+        return Verdict.SKIP("one process: nothing is sent")
     for size in REDUCED_BYTES:
         tensor = torch.ones(size // 4, device=device)
         dist.all_reduce(tensor)
@@ -96,14 +86,14 @@ def links(device: torch.device) -> Finding:
         ranks = gather((statistics.median(times), is_right))
         wrong = [rank for rank, (_, is_right) in enumerate(ranks) if not is_right]
         if wrong:
-            return failed(
+            return Verdict.FAIL(
                 f"{size} bytes of ones do not sum to {count} on rank {listed(wrong)}",
                 "the link or its driver corrupts data: NCCL_P2P_DISABLE=1 tells which path",
             )
         seconds = max(seconds for seconds, _ in ranks)
         rate = 2 * (count - 1) / count * size / seconds / 1e9
         words.append(f"{size / 1024:,.0f} KiB {seconds * 1e6:,.0f} us ({rate:.2f} GB/s)")
-    return passed(f"{count} ranks: {'; '.join(words)}")
+    return Verdict.PASS(f"{count} ranks: {'; '.join(words)}")
 
 
 @check("loader")
@@ -128,12 +118,12 @@ def loader_speed(
         steps.append(done - arrived)
         start = done
     if len(waits) < 3:
-        return skipped(f"{len(waits)} batches are too few to time")
+        return Verdict.SKIP(f"{len(waits)} batches are too few to time")
     wait, work = statistics.median(waits[2:]), statistics.median(steps[2:])
     about = f"a batch takes {1000 * wait:.1f} ms to come and {1000 * work:.1f} ms to compute"
     if wait > work:
-        return warned(about, "dataloader_num_workers: 2 or more; tokenise beforehand")
-    return passed(about)
+        return Verdict.WARN(about, "dataloader_num_workers: 2 or more; tokenise beforehand")
+    return Verdict.PASS(about)
 
 
 @check("limits")
@@ -148,17 +138,17 @@ def limits(num_workers: int = 0) -> Finding:
     if free:
         about += f", {min(free) / MIB:,.0f} MiB of shared memory free"
     if files < OPEN_FILES:
-        return warned(about, f"ulimit -n {OPEN_FILES}")
+        return Verdict.WARN(about, f"ulimit -n {OPEN_FILES}")
     if free and min(free) < SHARED_BYTES and num_workers > 0:
-        return warned(about, "a larger /dev/shm (docker run --shm-size 1g) for the workers")
-    return passed(about)
+        return Verdict.WARN(about, "a larger /dev/shm (docker run --shm-size 1g) for the workers")
+    return Verdict.PASS(about)
 
 
 @check("clocks")
 def clocks() -> Finding:
     """Compare the clocks of the ranks' machines. Collective."""
     if num_ranks() == 1:
-        return skipped("one process: one clock")
+        return Verdict.SKIP("one process: one clock")
     spreads = []
     for _ in range(3):
         gather(None)
@@ -166,8 +156,8 @@ def clocks() -> Finding:
         spreads.append(max(times) - min(times))
     spread = min(spreads)
     if spread > SKEW_SECONDS:
-        return warned(f"{spread:.1f} s apart", "chrony or ntpd: logs are compared by time")
-    return passed(f"less than {max(spread, 0.001):.3f} s apart")
+        return Verdict.WARN(f"{spread:.1f} s apart", "chrony or ntpd: logs are compared by time")
+    return Verdict.PASS(f"less than {max(spread, 0.001):.3f} s apart")
 
 
 @check("Hub")
@@ -180,12 +170,12 @@ def hub(needed: bool, offline: bool, reachable: Callable[[], bool]) -> Finding:
         reachable: asks it, within a few seconds.
     """
     if offline:
-        return skipped("HF_HUB_OFFLINE is set: models and data come from disk")
+        return Verdict.SKIP("HF_HUB_OFFLINE is set: models and data come from disk")
     if not needed:
-        return skipped("the job needs nothing of it")
+        return Verdict.SKIP("the job needs nothing of it")
     if reachable():
-        return passed("can be reached")
-    return warned(
+        return Verdict.PASS("can be reached")
+    return Verdict.WARN(
         "cannot be reached", "models and data from folders and files, and HF_HUB_OFFLINE=1"
     )
 
@@ -197,5 +187,5 @@ def disk(folder: Path, wanted: int) -> Finding:
     free = shutil.disk_usage(place).free
     about = f"{free / MIB:,.0f} MiB free, {wanted / MIB:,.0f} for the checkpoints"
     if free < wanted:
-        return failed(about, "another output_dir, a smaller save_total_limit, or more room")
-    return passed(about)
+        return Verdict.FAIL(about, "another output_dir, a smaller save_total_limit, or more room")
+    return Verdict.PASS(about)

@@ -11,17 +11,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accel_ft.diagnosis.finding import (
-    Finding,
-    Verdict,
-    check,
-    failed,
-    gather,
-    listed,
-    passed,
-    skipped,
-    warned,
-)
+from accel_ft.diagnosis.finding import Finding, Verdict, check, gather, listed
 from accel_ft.diagnosis.gradients import reshard
 
 SPREAD_SECONDS = 5.0
@@ -50,19 +40,19 @@ def construction_order(log: list[bool], num_ranks: int) -> Finding:
         num_ranks: how many ranks the launcher started.
     """
     if num_ranks == 1:
-        return skipped("one process: there is no group to be late")
+        return Verdict.SKIP("one process: there is no group to be late")
     ranks = gather((log.count(False), dist.is_initialized()))
     if not all(has_group for _, has_group in ranks):
-        return failed("there is no process group", "Accelerator() or init_process_group()")
+        return Verdict.FAIL("there is no process group", "Accelerator() or init_process_group()")
     at_fault = [rank for rank, (early, _) in enumerate(ranks) if early]
     if at_fault:
-        return warned(
+        return Verdict.WARN(
             f"{max(early for early, _ in ranks)} DataLoader built before the process group, on "
             f"rank {listed(at_fault)}: a sampler made then knows one rank",
             "make the Accelerator (or init_process_group) first, then the DataLoader; see "
             "`training rows` for whether the ranks share their rows",
         )
-    return passed(f"{len(log)} DataLoaders, the process group first")
+    return Verdict.PASS(f"{len(log)} DataLoaders, the process group first")
 
 
 @check("optimizer's parameters")
@@ -79,18 +69,18 @@ def optimizer_holds_model(model: nn.Module, *optimizers: torch.optim.Optimizer) 
     missing = [name for key, name in trainable.items() if key not in held]
     strangers = len(held - own)
     if strangers and missing:
-        return failed(
+        return Verdict.FAIL(
             f"the optimizer holds {strangers} tensors the model no longer has, and not: "
             f"{listed(missing)}",
             "build the optimizer after FSDP has wrapped the model, or prepare both in one call "
             "(accelerator.prepare(model, optimizer)), which exchanges them",
         )
     if missing:
-        return warned(
+        return Verdict.WARN(
             f"in no optimizer, and so never trained: {listed(missing)}",
             "give them to an optimizer, or requires_grad_(False)",
         )
-    return passed(f"all {len(trainable)} trainable parameters are held")
+    return Verdict.PASS(f"all {len(trainable)} trainable parameters are held")
 
 
 def arrival(stage: str, limit_seconds: float = SPREAD_SECONDS) -> Finding:

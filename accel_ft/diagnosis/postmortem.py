@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from accel_ft.diagnosis.finding import Finding, check, failed, listed, passed
+from accel_ft.diagnosis.finding import Finding, Verdict, check, listed
 from accel_ft.errors import first_line
 
 FILE = "rank_{:05d}.json"
@@ -94,7 +94,7 @@ def post_mortem(
     for rank in range(num_ranks):
         path, code = folder / FILE.format(rank), (exit_codes or {}).get(rank)
         if not path.is_file():
-            return failed(f"rank {rank} never started", "see the launcher's own output")
+            return Verdict.FAIL(f"rank {rank} never started", "see the launcher's own output")
         said, log = json.loads(path.read_text()), path.with_suffix(".log")
         if said["stage"] == "end" and not code:
             well.append(rank)
@@ -110,17 +110,17 @@ def post_mortem(
         is_last, hung = how == _how(-signal.SIGTERM), how.startswith("Timeout (")
         lost.append((is_last, ended, f"{where}: {how}", hung))
     if not lost:
-        return passed(f"{num_ranks} ranks reached their end")
+        return Verdict.PASS(f"{num_ranks} ranks reached their end")
     hung = min(lost)[-1]  # then the order says nothing: each waits for another
     about = listed([words for _, _, words, _ in (lost if hung else sorted(lost))], 8)
     about += f"; rank {listed(well)} had reached its end before" if well else ""
     if hung:
-        return failed(
+        return Verdict.FAIL(
             f"a hang: {about}",
             "all ranks must come to the same collectives in the same order: compare the lines; "
             f"loaders of unequal length end early on one rank; {NCCL}",
         )
-    return failed(
+    return Verdict.FAIL(
         about,
         f"the first is the likeliest cause, but for ranks that ended without a word, the time of "
         f"whose end is not known: the files in {folder} say more",

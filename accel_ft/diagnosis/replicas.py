@@ -9,17 +9,7 @@ import torch
 import xxhash
 from torch import nn
 
-from accel_ft.diagnosis.finding import (
-    Finding,
-    check,
-    failed,
-    gather,
-    listed,
-    num_ranks,
-    passed,
-    skipped,
-    warned,
-)
+from accel_ft.diagnosis.finding import Finding, Verdict, check, gather, listed, num_ranks
 from accel_ft.diagnosis.gradients import gradients_of
 from accel_ft.runtime.fsdp import strategy_of
 
@@ -59,21 +49,21 @@ def is_sharded(model: nn.Module) -> bool:
 def _alike(model: nn.Module | None, tensors: Tensors, mend: str) -> Finding:
     """Compare tensors over the ranks; of `model`, which may be sharded."""
     if num_ranks() == 1:
-        return skipped("one process: nothing to compare with")
+        return Verdict.SKIP("one process: nothing to compare with")
     if model is not None and is_sharded(model):
-        return skipped("each rank holds its own share under FSDP")
+        return Verdict.SKIP("each rank holds its own share under FSDP")
     ranks = gather({name: digest(tensor) for name, tensor in tensors})
     names = dict.fromkeys(name for rank in ranks for name in rank)
     seen = {name: [rank.get(name) for rank in ranks] for name in names}
     differing = [name for name in seen if len(set(seen[name])) > 1]
     if not differing:
-        return passed(f"{len(seen)} tensors have the same bits on every rank")
+        return Verdict.PASS(f"{len(seen)} tensors have the same bits on every rank")
     odd: set[int] = set()
     for name in differing:
         usual = Counter(seen[name]).most_common(1)[0][0]  # of as many, rank 0's
         odd |= {number for number, value in enumerate(seen[name]) if value != usual}
     words = f"{len(differing)} of {len(seen)} differ, on rank {listed(sorted(odd))}; the first is"
-    return failed(f"{words} {differing[0]}", mend)
+    return Verdict.FAIL(f"{words} {differing[0]}", mend)
 
 
 @check("same weights")
@@ -101,7 +91,7 @@ def same_buffers(model: nn.Module) -> Finding:
     named = [(name, b) for name, b in model.named_buffers() if not hasattr(b, "to_local")]
     kept = [(name, buffer) for name, buffer in named if id(buffer) not in sent]
     if sent and not kept:
-        return passed("DDP sends rank 0's before each forward pass")
+        return Verdict.PASS("DDP sends rank 0's before each forward pass")
     return _alike(
         None,  # FSDP leaves them whole, and sends none
         kept,
@@ -134,14 +124,14 @@ def used_parameters(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Findi
         gradients = gradients_of(model, lambda: torch.autograd.backward(loss()))
     unused = [name for name, _ in named if name not in gradients]
     if unused:
-        return warned(
+        return Verdict.WARN(
             f"{len(unused)} of {len(named)} get no gradient: {listed(unused)}; unless it is told "
             "to look for them, DDP stops at the next forward pass",
             "requires_grad_(False) for them, or DistributedDataParallelKwargs("
             "find_unused_parameters=True) (accel_ft sets it), which costs a pass over the graph at "
             "each step",
         )
-    return passed(f"all {len(named)} trainable parameters get a gradient")
+    return Verdict.PASS(f"all {len(named)} trainable parameters get a gradient")
 
 
 @check("same loss")
@@ -153,14 +143,14 @@ def same_loss(loss: Callable[[Any], torch.Tensor], batch: Any) -> Finding:
         batch: tensors on the CPU; rank 0's is taken.
     """
     if num_ranks() == 1:
-        return skipped("one process: nothing to compare with")
+        return Verdict.SKIP("one process: nothing to compare with")
     first = gather(batch)[0]
     with torch.no_grad():
         losses = gather(float(loss(first)))
     limit = 1e-6 * max(1.0, abs(losses[0]))
     if not all(abs(value - losses[0]) <= limit for value in losses):
-        return failed(
+        return Verdict.FAIL(
             f"of the same batch the ranks compute {listed([f'{x:.7f}' for x in losses], 8)}",
             "see `same weights` and `same buffers`; else the ranks run other code or precision",
         )
-    return passed(f"{losses[0]:.6f} on {len(losses)} ranks")
+    return Verdict.PASS(f"{losses[0]:.6f} on {len(losses)} ranks")

@@ -10,16 +10,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, WeightedRandomSampler
 
-from accel_ft.diagnosis.finding import (
-    Finding,
-    Verdict,
-    check,
-    failed,
-    gather,
-    listed,
-    passed,
-    warned,
-)
+from accel_ft.diagnosis.finding import Finding, Verdict, check, gather, listed
 from accel_ft.diagnosis.gradients import holders, own_random_numbers
 
 Ids = Callable[[Any], Iterable[Any]]
@@ -86,7 +77,7 @@ def training_sampling(
     # Of a few rows, an order may come again by chance.
     is_many = num_samples > FEW_ROWS * len(epochs[0])
     if first.verdict is Verdict.PASS and epochs[0] == epochs[1] and is_many:
-        return failed(
+        return Verdict.FAIL(
             "both epochs have one order",
             "loader.sampler.set_epoch(epoch) before each epoch, or shuffle=True; a stream: another "
             "order in each __iter__",
@@ -112,17 +103,17 @@ def evaluation_sampling(loader: Iterable[Any], num_samples: int, ids: Ids) -> Fi
         return finding
     about = f"{counted} predictions are counted of {num_samples} rows ({finding.measured})"
     if counted < num_samples:
-        return failed(about, "drop_last=False")
+        return Verdict.FAIL(about, "drop_last=False")
     if counted == num_samples:
-        return failed(
+        return Verdict.FAIL(
             f"as many rows are counted twice as are never counted ({finding.measured})",
             "a sampler that covers the data set once",
         )
     mend = "give each row its number, gather (number, prediction), and count each number once"
     if hasattr(loader, "gradient_state"):  # accelerate's
         gathers = "accelerator.gather_for_metrics(...) drops those that make the ranks even, "
-        return warned(about, f"{gathers}inside the loop, batches of one size; else {mend}")
-    return failed(about, mend)
+        return Verdict.WARN(about, f"{gathers}inside the loop, batches of one size; else {mend}")
+    return Verdict.FAIL(about, mend)
 
 
 def _coverage(ranks: Ranks, num_samples: int, loader: Any = None) -> Finding:
@@ -138,19 +129,21 @@ def _coverage(ranks: Ranks, num_samples: int, loader: Any = None) -> Finding:
     about = f"rows of each rank {listed(sizes, 8)}; {len(readers)} different ones of {num_samples}"
     is_whole = min(map(len, rows)) == num_samples > max(largest) and len(rows) > 1
     if is_whole or (shared > room and (again <= room or sum(sizes) > num_samples + room)):
-        return failed(f"the ranks read the same rows: {shared} on more than one; {about}", SHARD)
+        return Verdict.FAIL(
+            f"the ranks read the same rows: {shared} on more than one; {about}", SHARD
+        )
     by_weight = any(isinstance(each, WeightedRandomSampler) for each in holders(loader))
     if again > room and (by_weight or missing <= DRAWN_WITH_REPLACEMENT * num_samples):
         alike = not by_weight and all(min(read.values(), default=0) > 1 for read in rows)
-        return (failed if alike else warned)(
+        return (Verdict.FAIL if alike else Verdict.WARN)(
             f"{again} times a rank reads a row again, {missing} are never read; {about}",
             "drawn with replacement, that is so; each worker of an IterableDataset its share "
             "(torch.utils.data.get_worker_info())",
         )
     if missing > room:
-        return failed(
+        return Verdict.FAIL(
             f"{missing} rows are never read; {about}", "a sampler that covers the data set"
         )
     if missing < 0:
-        return failed(about, "numbers that stay with their rows, and all rows counted")
-    return passed(about)
+        return Verdict.FAIL(about, "numbers that stay with their rows, and all rows counted")
+    return Verdict.PASS(about)

