@@ -40,7 +40,6 @@ from accel_ft.settings import checked, meant, parse, read_settings
 POLL_SECONDS = 0.2
 SAME_SIGNAL_SECONDS = 1.0  # `timeout`, say, sends it twice
 FAILURES = 3  # after so many, and no trial at its end, the cause is the job
-RANGE = {"low", "high", "log", "step"}
 IDLE = {  # settings that decide nothing of what a trial finds
     "output_dir", "report_to", "push_to_hub", "hub_model_id", "hub_private_repo", "ddp_timeout",
     "dataloader_num_workers", "per_device_eval_batch_size", "save_steps", "save_total_limit",
@@ -58,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings, space = read_settings(config.job, "job"), read_settings(config.space, "space")
     job = checked(TrainConfig, settings, origin=dict.fromkeys(settings, f" ({config.job})"))
     check_first_rows(job)
-    _check_space(config, settings, space)
-    search = _Search(config, job, settings, space, _shares(config))
+    ranges = _checked_ranges(config, settings, space)
+    search = _Search(config, job, settings, space, ranges, _shares(config))
     config.output_dir.mkdir(parents=True, exist_ok=True)
     with locked(config.output_dir, config.output_dir / "lock"):
         before = {n: signal.signal(n, search.interrupt) for n in (signal.SIGINT, signal.SIGTERM)}
@@ -76,6 +75,7 @@ class _Search:
 
     Attributes:
         settings: the job's, as its file has them.
+        ranges: of the space, as Optuna's distributions.
         shares: of the devices, as environments, one for each of the trials at the same time.
         is_over: no more trial is begun.
         interrupted_at: on the monotonic clock; 0 for not.
@@ -85,6 +85,7 @@ class _Search:
     job: TrainConfig
     settings: dict[str, Any]
     space: dict[str, Any]
+    ranges: dict[str, Any]
     shares: list[dict[str, str]]
     num_failed: int = 0
     is_over: bool = False
@@ -154,22 +155,17 @@ class _Search:
             ConfigError: naming the key.
         """
         asked = self.job.model_dump(mode="json", exclude={*IDLE, *self.space})
-        for key in ("train_file", "validation_file", "test_file"):
-            if asked.get(key) is not None:
-                asked[f"SHA-256 of {key}"] = sha256(Path(asked[key]))
+        for split, path in self.job.files.items():
+            asked[f"SHA-256 of {split}_file"] = sha256(path)
         asked["mixed_precision of config_file"] = _strategy(self.config).get("mixed_precision")
         for key, values in self.space.items():  # of ranges, the ends may move
             a_range = isinstance(values, dict) and f"a {'log ' * bool(values.get('log'))}range"
             asked[key] = a_range or f"one of {values}"
-        if not study.trials and (left := sorted(self.config.output_dir.glob("trial_*"))):
+        was_tried = study.trials or any(self.config.output_dir.glob("trial_*"))
+        if was_tried and not (study.trials and "asked" in study.user_attrs):
             raise ConfigError(
-                f"output_dir={self.config.output_dir}: has {left[0].name}, of a study whose "
-                "study.log is gone or damaged. Fix: another output_dir"
-            )
-        if study.trials and "asked" not in study.user_attrs:
-            raise ConfigError(
-                f"{self.config.output_dir / 'study.log'}: is damaged (what was asked is missing). "
-                "Fix: another output_dir"
+                f"{self.config.output_dir / 'study.log'}: is damaged or gone, of trials that are "
+                "there. Fix: another output_dir"
             )
         earlier = study.user_attrs["asked"] if study.trials else {}
         for key, was in earlier.items():
@@ -186,7 +182,7 @@ class _Search:
         """
         try:
             while not (self.is_over or self.interrupted_at) and next(turns, None) is not None:
-                trial = study.ask()
+                trial = study.ask(self.ranges)
                 value, state = self.try_out(trial, share)
                 if not self.interrupted_at:
                     study.tell(trial, value, state)
@@ -198,11 +194,10 @@ class _Search:
         """Train with a trial's settings; return the value of the final model, and how it ended."""
         from optuna.trial import TrialState
 
-        drawn = {key: _suggest(trial, key, values) for key, values in self.space.items()}
         folder = self.config.output_dir / _folder(trial)
         folder.mkdir(exist_ok=True)
         own = {"output_dir": str(folder), "resume_from_checkpoint": "latest", "push_to_hub": False}
-        write_whole(folder / "job.yaml", yaml.safe_dump(self.settings | drawn | own))
+        write_whole(folder / "job.yaml", yaml.safe_dump(self.settings | trial.params | own))
         is_pruned = self._train(trial, folder, share)
         about = f"{folder}: {trial.params}"
         if self.interrupted_at:
@@ -288,17 +283,17 @@ def _is_locked(folder: Path) -> bool:
         return isinstance(error, Timeout)
 
 
-def _check_space(config: SearchConfig, settings: dict[str, Any], space: dict[str, Any]) -> None:
-    """Refuse what is no key of a job, or no range.
+def _checked_ranges(
+    config: SearchConfig, settings: dict[str, Any], space: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the distributions of Optuna's that a space stands for.
 
     Raises:
-        ConfigError: listing all faults.
+        ConfigError: listing all faults: what is no key of a job, or no range.
     """
-    import optuna
-
-    trial = optuna.create_study().ask()  # in memory; it refuses what a trial would
     fixed = {key: value for key, value in settings.items() if key not in space}
     faults, known = [], TrainConfig.model_fields.keys() - IDLE - {"problem_type"}  # of its metrics
+    ranges = {}
     for key, values in space.items():
         try:
             if key not in known:
@@ -306,13 +301,8 @@ def _check_space(config: SearchConfig, settings: dict[str, Any], space: dict[str
             counts = settings.get("max_steps") is not None or "max_steps" in space
             if key == "num_train_epochs" and counts:
                 raise ConfigError(f"{key}: has no effect beside max_steps")
-            if not isinstance(values, list | dict):
-                raise TypeError("one value")
-            if isinstance(values, dict) and not {"low", "high"} <= values.keys() <= RANGE:
-                raise TypeError(f"of {', '.join(map(str, values))}")
-            drawn = _suggest(trial, key, values)  # a yes or no, say, is none of a range
-            ends = values if isinstance(values, list) else [values["low"], values["high"]]
-            for value in [*ends, drawn]:
+            ranges[key] = _distribution(key, values)
+            for value in values if isinstance(values, list) else (values["low"], values["high"]):
                 checked(TrainConfig, fixed | {key: value})
         except ConfigError as error:
             faults.append(str(error))
@@ -323,6 +313,24 @@ def _check_space(config: SearchConfig, settings: dict[str, Any], space: dict[str
             )
     if not space or faults:
         raise ConfigError(f"space={config.space}: " + ("\n  ".join(faults) or "is empty"))
+    return ranges
+
+
+def _distribution(key: str, values: Any) -> Any:
+    from optuna import distributions
+
+    if isinstance(values, list):
+        plain = [",".join(map(str, each)) if isinstance(each, list) else each for each in values]
+        return distributions.CategoricalDistribution(plain)
+    if not isinstance(values, dict):
+        raise TypeError("one value")
+    values = {k: float(v) if isinstance(v, str) else v for k, v in values.items()}  # YAML's 1e-5
+    kinds = type_name(TrainConfig.model_fields[key].annotation).split("|")
+    if "FLOAT" in kinds:
+        return distributions.FloatDistribution(**values)
+    if "INT" in kinds:
+        return distributions.IntDistribution(**values)
+    raise TypeError("of what is no number")
 
 
 def _strategy(config: SearchConfig) -> dict[str, Any]:
@@ -355,16 +363,6 @@ def _shares(config: SearchConfig) -> list[dict[str, str]]:
     devices, each = named.split(",")[:count], max(count // num_trials, 1)
     starts = [number * each % count for number in range(num_trials)]
     return [{"CUDA_VISIBLE_DEVICES": ",".join(devices[s : s + each])} for s in starts]
-
-
-def _suggest(trial: Any, key: str, values: Any) -> Any:
-    if isinstance(values, list):
-        plain = [",".join(map(str, each)) if isinstance(each, list) else each for each in values]
-        return trial.suggest_categorical(key, plain)
-    kinds = type_name(TrainConfig.model_fields[key].annotation).split("|")
-    whole = "INT" in kinds and "FLOAT" not in kinds
-    values = {k: float(v) if isinstance(v, str) else v for k, v in values.items()}  # YAML's 1e-5
-    return (trial.suggest_int if whole else trial.suggest_float)(key, **values)
 
 
 def _events(folder: Path, name: str) -> list[dict[str, Any]]:
