@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 FORGOTTEN_SECONDS = 24 * 3600
 
-STORE_VERSION = 4  # of the layout above; part of the key
+STORE_VERSION = 5  # of the layout above; part of the key
 KEYS = {
     "text_column", "text_pair_column", "label_column", "problem_type", "label_separator",
     "max_seq_length",
@@ -59,21 +59,21 @@ class TokenStore:
         label_codes: of each row, its index in `labels`, int32 [n]; of a regression, its number,
             float32 [n].
         text_hashes: of each row's text, uint64 [n].
-        greatest_id: of all token ids; 0 where it is not known.
+        greatest_id: of all token ids.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name, self.fingerprint = folder, name, folder.stem
+        self.folder, self.name, self.fingerprint = folder, name, folder.name
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         self.labels: list[str] = meta["labels"]
         self.label_places: list[str] = meta["label_places"]
         self.label_names: list[str] | None = meta["label_names"]
         self.num_empty_texts: int = meta["num_empty_texts"]
         self.num_cut_texts: int = meta["num_cut_texts"]
-        self.greatest_id: int = meta.get("greatest_id", 0)  # of older ones, nobody counted
+        self.greatest_id: int = meta["greatest_id"]
         self._tokens = _map(folder / "tokens.bin", np.int32, meta["num_tokens"])
         self._offsets = _map(folder / "offsets.bin", np.int64, meta["num_rows"] + 1)
-        kind = np.float32 if folder.suffix else np.int32
+        kind = np.float32 if meta["are_numbers"] else np.int32
         self.label_codes = _map(folder / "labels.bin", kind, meta["num_rows"])
         self.text_hashes = _map(folder / "texts.bin", np.uint64, meta["num_rows"])
         self._types = _map(folder / "types.bin", np.int8, meta["num_tokens"] * meta["has_types"])
@@ -118,16 +118,12 @@ def tokenize(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
         source.label_names,
         config.model_dump(mode="json", include=KEYS),
         tokenizer_fingerprint(tokenizer),
+        tokenizer.pad_token_id,  # which an empty text may become
+        config.text_pair_column is None and has_types_of_single_texts(tokenizer),
+        source.path and source.path.suffix.lower(),  # the same bytes may be a csv and a tsv
     ]
-    if source.path is not None and source.path.suffix.lower() == ".tsv":
-        identity.append("tsv")  # the same bytes may be a csv as well
-    if not tokenizer("")["input_ids"]:
-        identity.append(tokenizer.pad_token_id)  # which an empty text becomes
-    if config.text_pair_column is None and has_types_of_single_texts(tokenizer):
-        identity.append("types")
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-    numbers = ".numbers" if config.problem_type == "regression" else ""  # a layout of its own
-    folder = cache_folder() / (key + numbers)
+    folder = cache_folder() / key
     was_there = os.path.exists(folder)  # else another process may make it meanwhile
     try:
         return TokenStore(folder, source.name)
@@ -197,9 +193,8 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
         ]
         state = [sorted(tokenizer.get_vocab().items()), settings, files]
     names = sorted(tokenizer.model_input_names)  # whether pairs have types
-    identity = [type(tokenizer).__name__, tokenizer.truncation_side, names, state]
-    if getattr(tokenizer, "split_special_tokens", False):
-        identity.append("split_special_tokens")
+    splits = getattr(tokenizer, "split_special_tokens", False)
+    identity = [type(tokenizer).__name__, tokenizer.truncation_side, names, splits, state]
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
@@ -208,7 +203,7 @@ def _write_store(folder: Path, source: Source, config: DataConfig, tokenizer: An
     codes: dict[str, int] = {}
     places: list[str] = []
     counted = ("num_rows", "num_tokens", "num_empty_texts", "num_cut_texts", "greatest_id")
-    meta = dict.fromkeys(counted, 0)
+    meta: dict[str, Any] = dict.fromkeys(counted, 0)
     has_types, are_numbers = False, config.problem_type == "regression"
     with contextlib.ExitStack() as files:
         tokens, offsets, types, labels, hashes = (
@@ -239,9 +234,9 @@ def _write_store(folder: Path, source: Source, config: DataConfig, tokenizer: An
             meta["num_rows"] += len(chunk)
             meta["num_tokens"] = int(ends[-1])
             meta["num_cut_texts"] += num_cut
-    about = meta | {"labels": list(codes), "label_places": places, "has_types": has_types}
-    about["label_names"] = source.label_names
-    (folder / "meta.json").write_text(json.dumps(about), encoding="utf-8")
+    meta |= {"labels": list(codes), "label_places": places, "label_names": source.label_names}
+    meta |= {"has_types": has_types, "are_numbers": are_numbers}
+    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
 
 def token_ids(
