@@ -11,7 +11,10 @@ message means is in `accel_ft.errors`; the doctor's checks, for programs of your
 from __future__ import annotations
 
 import atexit
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["fit", "load_classifier"]
+
+_fitting = Lock()  # accelerate's state and the random numbers are the process's
 
 
 def fit(**settings: Any) -> Path:
@@ -36,12 +41,18 @@ def fit(**settings: Any) -> Path:
         accel_ft.errors.UserError: for what the user can mend.
     """
     from accel_ft.config import TrainConfig
-    from accel_ft.errors import close_process_group
+    from accel_ft.errors import ConfigError, close_process_group
     from accel_ft.settings import checked, settings_to_reproduce
     from accel_ft.train import fit as run
 
     config = checked(TrainConfig, settings, settings_to_reproduce(settings))
-    run(config)
+    if not _fitting.acquire(blocking=False):
+        raise ConfigError("another `fit` runs in this process. Fix: one by one, or processes")
+    try:
+        with _as_a_guest():
+            run(config)
+    finally:
+        _fitting.release()
     atexit.register(close_process_group)  # not before: another `fit` may follow
     return config.output_dir / "model"
 
@@ -59,8 +70,6 @@ def load_classifier(checkpoint: str | Path, **settings: Any) -> Predictor:
     Raises:
         accel_ft.errors.UserError: where it cannot be had.
     """
-    from accelerate.state import GradientState
-
     from accel_ft.config import PredictConfig
     from accel_ft.predict import Predictor
     from accel_ft.runtime.launch import make_accelerator
@@ -68,8 +77,40 @@ def load_classifier(checkpoint: str | Path, **settings: Any) -> Predictor:
 
     settings = settings | {"checkpoint": str(checkpoint), "text": ""}
     config = checked(PredictConfig, settings, run_settings(settings))
-    of_process = GradientState()  # whose accumulation steps a second Accelerator replaces
-    steps = of_process.plugin_kwargs
-    accelerator = make_accelerator()
-    of_process.plugin_kwargs = steps or of_process.plugin_kwargs
-    return Predictor(config, accelerator)
+    with _as_a_guest():
+        return Predictor(config, make_accelerator())
+
+
+@contextmanager
+def _as_a_guest() -> Iterator[None]:
+    """Leave to the caller's process what is its own: random numbers, the accumulation steps of its
+    Accelerator, torch's switches, and what transformers tells.
+    """
+    import random
+
+    import numpy as np
+    import torch
+    from accelerate.state import GradientState
+    from transformers.utils import logging
+
+    gradients, cuda, cudnn = GradientState(), torch.backends.cuda, torch.backends.cudnn
+    steps, verbosity, bars = (
+        gradients.plugin_kwargs, logging.get_verbosity(), logging.is_progress_bar_enabled()
+    )  # fmt: skip
+    switches = cuda.cudnn_sdp_enabled(), cuda.matmul.allow_tf32, cudnn.allow_tf32  # type: ignore[no-untyped-call]
+    dice = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    has_gpus = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    of_gpus = torch.cuda.get_rng_state_all() if has_gpus else []  # to ask would start them
+    try:
+        yield
+    finally:
+        gradients.plugin_kwargs = steps or gradients.plugin_kwargs
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+        cuda.enable_cudnn_sdp(switches[0])
+        cuda.matmul.allow_tf32, cudnn.allow_tf32 = switches[1:]
+        random.setstate(dice[0])
+        np.random.set_state(dice[1])
+        torch.set_rng_state(dice[2])
+        torch.cuda.set_rng_state_all(of_gpus)

@@ -199,7 +199,11 @@ def _read_rows(config: PredictConfig) -> Iterator[tuple[str, Any, Text]]:
     path = str(config.input)
     if path == "-" and sys.stdin is None:
         raise ConfigError("input=-: standard input is closed")
-    kind = config.input_format if config.input_format != "auto" else _guess_format(path)
+    kind = (
+        config.input_format
+        if config.input_format != "auto"
+        else _guess_format(path, config.text_column)
+    )
     if kind == "lines":
         config = config.resolved(text_column="text")
     name = "standard input" if path == "-" else path
@@ -220,23 +224,35 @@ def _read_rows(config: PredictConfig) -> Iterator[tuple[str, Any, Text]]:
             yield kind_of_place, int(number), text
 
 
-def _guess_format(path: str) -> str:
+def _guess_format(path: str, text_column: str) -> str:
     suffix = Path(path).suffix.lower().removeprefix(".")
+    if f".{suffix}" in DATA_FILE_SUFFIXES:
+        return suffix
     if path == "-":
         standard_input: Any = sys.stdin.buffer
         seen = standard_input.peek(64)
         start = seen.removeprefix(BOM_UTF8).strip()
         if start == b"[" or (seen and not start):  # what comes after it is on its way
             raise ConfigError("input=-: lines, or JSON? Fix: --input_format lines, or json")
-        is_list = re.match(rb"\[\s*\{", start) is not None
-        return "json" if is_list else "jsonl" if start[:1] == b"{" else "lines"
-    if f".{suffix}" in DATA_FILE_SUFFIXES:
-        return suffix
-    if suffix == "txt" or (suffix == "" and Path(path).is_file()):
-        return "lines"
-    raise ConfigError(
-        f"input={path}: unknown format. Fix: --input_format lines, csv, tsv, json, jsonl or parquet"
-    )
+        if re.match(rb"\[\s*\{", start):
+            return "json"
+        if start[:1] == b"{":
+            return "jsonl"
+    elif suffix == "txt" or (suffix == "" and Path(path).is_file()):
+        with open(path, "rb") as file:
+            start = file.read(4096).removeprefix(BOM_UTF8)
+    else:
+        raise ConfigError(
+            f"input={path}: unknown format. Fix: --input_format lines, csv, tsv, json, jsonl or "
+            "parquet"
+        )
+    header = re.split(r"[,\t]", start.decode(errors="replace").partition("\n")[0])
+    if len(header) > 1 and text_column in (cell.strip(' \r"') for cell in header):
+        raise ConfigError(
+            f"input={path}: its first line has the column {text_column}. "
+            "Fix: --input_format csv or tsv, or lines"
+        )
+    return "lines"
 
 
 @contextmanager

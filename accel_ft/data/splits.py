@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unicodedata import normalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -250,7 +251,7 @@ def _warn_of_look_alikes(names: list[str]) -> None:
         )  # fmt: skip
     seen: dict[str, str] = {}
     for name in names:
-        twin = seen.setdefault(" ".join(name.casefold().split()), name)
+        twin = seen.setdefault(" ".join(normalize("NFKC", name).casefold().split()), name)
         if twin != name:
             logger.warning("the labels %r and %r are two; are they meant to be one?", twin, name)
 

@@ -136,11 +136,17 @@ def start_or_resume(run: Run) -> None:
 
 
 def _announce(run: Run) -> None:
-    accelerator, size = run.accelerator, run.plan.global_batch_size
+    accelerator, rows = run.accelerator, len(run.splits.train)
+    size = min(run.plan.global_batch_size, rows)
+    if size < run.plan.global_batch_size:
+        logger.warning(
+            "global_batch_size=%d: there are %d rows, which are one update",
+            run.plan.global_batch_size, rows,
+        )  # fmt: skip
     logger.info(
         "training: %d rows, %d updates of %d samples (%d an epoch; %d done), ranks x accumulation "
         "steps x samples: %d x %d x %d; %.1f million parameters, %.1f trained; %s, precision %s",
-        len(run.splits.train), run.num_steps, size, run.plan.steps_per_epoch, run.step,
+        rows, run.num_steps, size, run.plan.steps_per_epoch, run.step,
         accelerator.num_processes, run.accumulation_steps, math.ceil(size / run.num_micro_batches),
         run.num_parameters / 1e6, run.num_trained / 1e6, accelerator.device.type,
         accelerator.mixed_precision,

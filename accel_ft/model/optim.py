@@ -110,7 +110,9 @@ def make_scheduler(config: TrainConfig, optimizer: torch.optim.Optimizer, num_st
 
     name = config.lr_scheduler_type
     share = config.warmup_steps if config.warmup_steps < 1 else 0.0
-    warmup = math.ceil(round(share * num_steps, 6)) if share else round(config.warmup_steps)
+    # Of a share at least one update is left: at the first one the rate is 0.
+    of_share = min(math.ceil(round(share * num_steps, 6)), num_steps - 1)
+    warmup = of_share if share else round(config.warmup_steps)
     try:  # where all is warm-up, polynomial divides by what is left
         return get_scheduler(name, optimizer, warmup, max(num_steps, warmup + 1))
     except ValueError as error:

@@ -19,6 +19,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 from accelerate.commands.launch import launch_command_parser
+from accelerate.state import AcceleratorState
 from accelerate.utils import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -147,6 +148,13 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
     if on_cpu:
         keep_freed_memory()
     _refuse_impossible(request, on_cpu)
+    made = AcceleratorState._shared_state.get("_mixed_precision", request.mixed_precision)
+    if made != request.mixed_precision:
+        raise LaunchError(
+            f"{request.source} asks for mixed_precision: {request.mixed_precision}, and this "
+            f"process has had an Accelerator of {made}, which stays. Fix: start it (the notebook's "
+            "kernel) anew"
+        )
     # Evaluation and prediction wait for a slow rank, or for what comes on standard input.
     kwargs.setdefault("kwargs_handlers", [InitProcessGroupKwargs(timeout=timedelta(days=1))])
     data = DataLoaderConfiguration(non_blocking=True)

@@ -455,11 +455,30 @@ def test_what_standard_input_begins_with(
     def heard(chunk: bytes) -> str:
         stream = SimpleNamespace(buffer=io.BufferedReader(io.BytesIO(chunk)))
         monkeypatch.setattr(sys, "stdin", stream)
-        return predict._guess_format("-")
+        return predict._guess_format("-", "text")
 
     assert heard(b"\n" + first) == kind
     with pytest.raises(ConfigError, match="input=-: lines, or JSON"):
         heard(b"\n")
+
+
+@pytest.mark.parametrize("place", ["-", "file"])
+def test_a_table_is_no_plain_lines(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its header, labels and commas would be labelled as texts."""
+
+    def kind_of(content: bytes) -> str:
+        file = tmp_path / "rows.txt"
+        file.write_bytes(content)
+        stream = SimpleNamespace(buffer=io.BufferedReader(io.BytesIO(content)))
+        monkeypatch.setattr(sys, "stdin", stream)
+        return predict._guess_format("-" if place == "-" else str(file), "text")
+
+    for header in (b'\xef\xbb\xbf"text",label\n', b"label\ttext\r\n"):
+        with pytest.raises(ConfigError, match="column text. Fix: --input_format csv or tsv, or"):
+            kind_of(header + b"a goal,1\n")
+    assert kind_of(b"text\n") == kind_of(b"a goal, a text of it\ntext,label\n") == "lines"
 
 
 def test_small_values_of_a_regression_are_kept() -> None:

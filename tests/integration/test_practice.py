@@ -369,9 +369,70 @@ def test_fit_and_load_classifier(tmp_path: Path, tiny_model: Path, rows_file: Pa
         ConfigError, match="learning_rat: unknown key. Did you mean `learning_rate`"
     ):
         fit(learning_rat=1)
+
+
+@pytest.mark.parametrize("call", ["fit", "a fit that fails", "load_classifier"])
+def test_a_guest_leaves_the_process_as_it_was(
+    call: str, tmp_path: Path, tiny_model: Path, rows_file: Path
+) -> None:
+    import random
+
+    import torch
+    from transformers.utils import logging
+
+    from accel_ft import fit, load_classifier
+
+    job: dict[str, Any] = {"model_name_or_path": str(tiny_model), "train_file": rows_file}
+    job |= {"max_steps": 2, "max_seq_length": 32, "output_dir": tmp_path / "run"}
+    model = fit(**job)
     own = Accelerator(cpu=True, gradient_accumulation_steps=4)
-    load_classifier(model)
-    assert own.gradient_accumulation_steps == 4
+    logging.set_verbosity_warning()
+    logging.enable_progress_bar()
+
+    def state() -> list[Any]:
+        dice = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+        shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        switches = torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cudnn.allow_tf32
+        return [own.gradient_accumulation_steps, *dice, *shown, *switches]
+
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    torch.backends.cudnn.allow_tf32 = True
+    before = state()
+    assert before[0] == 4
+    assert before[-4:] == [logging.WARNING, True, True, True]
+    if call == "fit":
+        fit(**job | {"output_dir": tmp_path / "again"})
+    elif call == "load_classifier":
+        load_classifier(model)
+    else:
+        with pytest.raises(ConfigError, match="the model sees"):
+            fit(**job | {"output_dir": tmp_path / "again", "max_seq_length": 10**5})
+    assert state() == before
+
+
+def test_one_fit_at_a_time(
+    tmp_path: Path, tiny_model: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two would share accelerate's accumulation and the random numbers."""
+    import accel_ft
+
+    job: dict[str, Any] = {"model_name_or_path": str(tiny_model), "train_file": rows_file}
+    job |= {"max_steps": 1, "max_seq_length": 32}
+    folders = iter("abc")
+
+    def fit() -> None:
+        accel_ft.fit(**job, output_dir=tmp_path / next(folders))
+
+    def meanwhile(_: object) -> None:
+        with pytest.raises(ConfigError, match="another `fit` runs in this process"):
+            fit()
+        raise UserError("enough")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "fit", meanwhile)
+        with pytest.raises(UserError, match="enough"):
+            fit()
+    fit()
 
 
 @pytest.mark.parametrize("extra", ["lora", "onnx", "report", "search", "trackio"])

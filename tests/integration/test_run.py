@@ -663,6 +663,19 @@ def test_what_a_run_tells_of_itself(words: list[str], capsys: pytest.CaptureFixt
         r"update 2 of 3: loss \d\.\d{4}, learning rate [\d.e-]+, [\d.]+ samples/s", told
     )
     assert "eval after update 3 (epoch 0.50): loss" in told
+    assert "are one update" not in told
+
+
+def test_fewer_rows_than_a_global_batch(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--output_dir", str(tmp_path / "run"), "--global_batch_size", "1000"]
+    train.main([*words, "--max_steps", "1", *more])
+    told = capsys.readouterr().err
+    (rows,) = re.findall(
+        r"global_batch_size=1000: there are (\d+) rows, which are one update", told
+    )
+    assert f"training: {rows} rows, 1 updates of {rows} samples (1 an epoch; 0 done)" in told
 
 
 @pytest.mark.parametrize("is_active", [True, False])

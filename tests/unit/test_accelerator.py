@@ -191,6 +191,13 @@ def test_an_environment_that_accelerate_does_not_know(
         launch.make_accelerator()
 
 
+def test_a_process_has_one_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch.make_accelerator()
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(LaunchError, match=r"an Accelerator of no, which stays. Fix: start it"):
+        launch.make_accelerator()
+
+
 def test_no_processes_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = launch.Request("mine.yaml", 0, None, "NO", "no")
     monkeypatch.setattr(launch, "read_request", lambda: asked)

@@ -562,11 +562,16 @@ def test_labels_that_look_alike_are_told(
     tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "a.jsonl"
-    lines = [json.dumps({"text": "the a", "label": label}) for label in ("Sports", "sports ", "b")]
+    labels = ("Sports", "sports ", "caf\u00e9", "cafe\u0301", "b")
+    lines = [json.dumps({"text": "the a", "label": label}) for label in labels]
     file.write_text("\n".join(lines))
     with caplog.at_level("WARNING"):
         load_splits(TrainConfig(train_file=file, validation_file=file), tokenizer)
     assert "'Sports' and 'sports '" in caplog.text
+    assert (
+        "'caf\u00e9' and 'cafe\u0301'" in caplog.text
+        or "'cafe\u0301' and 'caf\u00e9'" in caplog.text
+    )
 
 
 def test_predictions_name_the_rows_of_the_data_set(tmp_path: Path, tokenizer) -> None:

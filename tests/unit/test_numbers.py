@@ -188,6 +188,19 @@ def test_depth_is_not_the_place_where_a_layer_is_declared() -> None:
     assert bart["classification_head.dense.weight"] == 0
 
 
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_a_share_of_warmup_leaves_an_update(num_steps: int) -> None:
+    """At the first update of a warm-up the learning rate is 0."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    scheduler = make_scheduler(TrainConfig(warmup_steps=0.9), optimizer, num_steps)
+    rates = [scheduler.get_last_lr()[0]]
+    for _ in range(num_steps - 1):
+        optimizer.step()
+        scheduler.step()
+        rates += scheduler.get_last_lr()
+    assert max(rates) == 1.0
+
+
 @pytest.mark.parametrize(("warmup", "peak_at"), [(0.2, 2), (0.14, 2), (4, 4)])
 def test_schedule_counts_updates(warmup: float, peak_at: int) -> None:
     """Linear: up to the peak in the warm-up, down to 0 at the last of 10 updates."""
