@@ -5,7 +5,9 @@ import logging
 import math
 import os
 import signal
+import sys
 import time
+import traceback
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -159,6 +161,8 @@ class Run:
         if self.batches is not None:
             self.loader.end()
             self.batches.close()
+            # A fault of the loader's own keeps it in its traceback, with workers that heed no end.
+            traceback.clear_frames(sys.exc_info()[2])
 
     def close(self) -> None:
         """End the loader's workers, and the bar, so that the next message has its own line."""

@@ -712,6 +712,37 @@ def test_a_signal_to_the_whole_group_spares_the_workers(words: list[str], tmp_pa
     assert newest[0] == events_of(tmp_path / "run")[-1]["step"]
 
 
+WORKER_THAT_DIES = """
+import os, sys, time
+from torch.utils.data import get_worker_info
+from accel_ft import train
+from accel_ft.data import loader
+
+plain = loader.collate
+
+def collate(*args):
+    worker = get_worker_info()
+    if worker is not None and worker.id == 1:
+        time.sleep(1)  # its batch is waited for then
+        os.kill(os.getpid(), 9)
+    return plain(*args)
+
+loader.collate = collate
+train.run_command(lambda: train.main(sys.argv[1:]))
+"""
+
+
+def test_a_worker_that_is_killed_ends_the_run(words: list[str]) -> None:
+    """The other one, which heeds no signal, does not keep the process."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", WORKER_THAT_DIES, *words, "--dataloader_num_workers", "2"]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "exited unexpectedly" in done.stderr
+
+
 def test_a_second_signal_ends_it_at_once(words: list[str], tmp_path: Path) -> None:
     """Between the two, a first one must have been waiting: the update is made to last."""
     slow = "import time; from accel_ft.engine import loop; f = loop.forward; "
