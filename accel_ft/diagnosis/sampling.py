@@ -19,7 +19,7 @@ FEW_ROWS = 8  # of a rank
 DRAWN_WITH_REPLACEMENT = 0.45  # share of the rows that is left out, and some more: 1 / e
 SHARD = (
     "accelerator.prepare(loader), or DataLoader(sampler=DistributedSampler(dataset)), after the "
-    "process group exists"
+    "process group exists; and one seed on all ranks"
 )
 
 

@@ -341,6 +341,13 @@ def _refuse_impossible(request: Request, on_cpu: bool) -> None:
         (kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP"),
          f"distributed_type: {kind}, which accel_ft does not train under. "
          "Allowed: NO, MULTI_GPU, FSDP"),
+        (os.environ.get("ACCELERATE_USE_FSDP", "").lower() in set(YES) - {"true"},
+         "FSDP, which accelerate does not hear. Fix: ACCELERATE_USE_FSDP=true"),
+        (kind == "FSDP" and request.source == ENVIRONMENT and "RANK" not in os.environ,
+         "FSDP, and this process is no rank. Fix: accelerate launch, or torchrun"),
+        (kind != "FSDP" and int(os.environ.get("WORLD_SIZE", "1")) > 1 and not compiles_layers()
+         and is_compiled() and parse_flag_from_env("ACCELERATE_DYNAMO_USE_FULLGRAPH"),
+         "dynamo_use_fullgraph under DDP, whose forward pass dynamo cannot trace. Fix: false"),
         (_is_true("ACCELERATE_USE_DEEPSPEED") or _is_true("ACCELERATE_USE_MEGATRON_LM"),
          "DeepSpeed or Megatron (--use_..., ACCELERATE_USE_...), which accel_ft does not train "
          "under. Fix: leave it out"),

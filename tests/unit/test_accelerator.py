@@ -191,6 +191,30 @@ def test_an_environment_that_accelerate_does_not_know(
         launch.make_accelerator()
 
 
+def test_fsdp_without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(LaunchError, match="this process is no rank. Fix: accelerate launch, or"):
+        launch.make_accelerator()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "by_layers", "refused"), [("2", "no", True), ("2", "yes", False), ("1", "no", False)]
+)
+def test_a_whole_graph_under_ddp(
+    ranks: str, by_layers: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in {
+        "ACCELERATE_DYNAMO_BACKEND": "EAGER", "ACCELERATE_DYNAMO_USE_FULLGRAPH": "true",
+        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": by_layers, "WORLD_SIZE": ranks,
+    }.items():  # fmt: skip
+        monkeypatch.setenv(key, value)
+    told = pytest.raises(LaunchError, match="dynamo_use_fullgraph under DDP")
+    with told if refused else contextlib.nullcontext():
+        launch._refuse_impossible(launch.Request("x", None, True, "NO", "no"), on_cpu=True)
+
+
 def test_a_process_has_one_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     launch.make_accelerator()
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
@@ -290,6 +314,7 @@ def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         ("FSDP_OFFLOAD_PARAMS", "true", "fsdp_offload_params on the CPU"),
         ("FSDP_ACTIVATION_CHECKPOINTING", "true", "Fix: leave it out; --gradient_checkpointing"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "asks for a parallelism_config"),
+        ("ACCELERATE_USE_FSDP", "1", "does not hear. Fix: ACCELERATE_USE_FSDP=true"),
     ],
 )
 def test_what_would_be_passed_over_is_refused(
