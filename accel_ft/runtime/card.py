@@ -6,7 +6,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, HfApi, ModelCardData
 
-from accel_ft.config import DEFAULT_DATASET, FILE_KEYS
+from accel_ft.config import DEFAULT_DATASET, FILE_KEYS, TrainConfig
 from accel_ft.errors import ConfigError, first_line
 from accel_ft.runtime.hub import is_hub_id
 
@@ -66,14 +66,15 @@ def model_card(
     keys = "".join(
         f"| `{key}` | `{_shown(key, value).replace('|', chr(92) + '|')}` |\n"
         for key, value in settings.items()
-        if value not in (None, [])
+        if value not in (None, [], getattr(TrainConfig.model_fields.get(key), "default", None))
     )
     is_tuned = split == "validation" and "multi_label" in settings.get("problem_type", "")
     tuned = ", on which the thresholds are tuned" * is_tuned
     heading = f"\n## Evaluation, on the {split} rows{tuned}\n\n| metric | value |\n|---|---|\n"
     evaluation = heading + measured if measured else ""
     training = f"\n## Training\n\n| key | value |\n|---|---|\n{keys}" if keys else ""
-    labels = ", ".join(" ".join(name.split()) for name in label_names)
+    labels = ", ".join(f"`{' '.join(name.split())}`" for name in label_names)  # no HTML
+    labels = "" if settings.get("problem_type") == "regression" else f"Labels: {labels}.\n\n"
     place, longest = settings.get("hub_model_id") or ".", settings.get("max_seq_length")
     cut = f", truncation=True, max_length={longest}" if longest else ", truncation=True"
     told = ""
@@ -86,7 +87,7 @@ def model_card(
             "config.json, from 0.5 where there is none.\n"
         )
     return (
-        f"---\n{about.to_yaml()}\n---\n\n# Text classifier\n\nLabels: {labels}.\n\n"
+        f"---\n{about.to_yaml()}\n---\n\n# Text classifier\n\n{labels}"
         "```python\nfrom transformers import pipeline\n\n"
         f'classify = pipeline("text-classification", model="{place}"{cut})\n```\n'
         + told
