@@ -42,11 +42,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     accelerator = make_accelerator()
     setup_logging(accelerator.is_main_process)
-    run = run_settings({"checkpoint": config.checkpoint})
-    is_pair = config.text_pair is not None or config.text_pair_column is not None
-    if is_pair and is_main and run and run.get("text_pair_column") is None:
-        logger.warning("%s was trained on single texts, not on pairs", config.checkpoint)
     predictor = Predictor(config, accelerator)
+    predictor.check_kind(config.text_pair is not None or config.text_pair_column is not None)
     output: Any
     count = 0
     with _open_output(config.output) if is_main else nullcontext() as output:
@@ -79,6 +76,15 @@ class Predictor:
             "regression": lambda logits: logits,
         }[self.classifier.problem_type]
 
+    def check_kind(self, are_pairs: bool) -> None:
+        """Refuse single texts of a model of pairs; warn of pairs of one of single texts."""
+        of_pairs = getattr(self.classifier.model.config, "text_pairs", None)  # None: not ours
+        about = f"checkpoint={self.config.checkpoint}: was trained on"
+        if of_pairs and not are_pairs:
+            raise ConfigError(f"{about} pairs. Fix: two texts each (--text_pair, text_pair_column)")
+        if of_pairs is False and are_pairs:
+            logger.warning("%s single texts, not on pairs", about)
+
     def predict(self, texts: Sequence[Text]) -> list[dict[str, Any]]:
         """Return {"label", "score"} of each text (or pair); of several labels {"labels"}, of a
         regression {"score"}; with "scores" where all_scores is set. Collective.
@@ -88,6 +94,8 @@ class Predictor:
             raise TypeError(f"texts: a list of texts is wanted, {told}")
         wanted = [tuple(text) if isinstance(text, list) else text for text in texts]
         pairs = self.config.text_pair_column is not None or isinstance((wanted or "?")[0], tuple)
+        if wanted:
+            self.check_kind(pairs)
         for number, text in enumerate(wanted):
             parts = text if isinstance(text, tuple) else (text,)
             if len(parts) != 1 + pairs or not all(isinstance(part, str) for part in parts):

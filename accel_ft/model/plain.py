@@ -37,4 +37,5 @@ def plain_model(
     model, drawn = load.load_for_training(folder, model_config, device)
     leave_out_the_rest(model, last_alone=compiles_layers())
     model.config.max_seq_length = config.max_seq_length  # as predict and evaluate take it
+    model.config.text_pairs = config.text_pair_column is not None
     return choose_trained(model, config, drawn), drawn

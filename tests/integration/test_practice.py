@@ -344,7 +344,7 @@ def test_a_resume_that_trains_nothing_says_so(
     assert "trained for more updates than are asked for" in done.err
     assert f"--checkpoint '{tmp_path}/new run/model' --text" in done.out  # as a shell takes it
     predict.main(["--checkpoint", str(tmp_path / "run"), "--text", "a", "--text_pair", "b"])
-    assert "run was trained on single texts, not on pairs" in capsys.readouterr().err
+    assert "run: was trained on single texts, not on pairs" in capsys.readouterr().err
 
 
 # From Python

@@ -4,6 +4,7 @@ import csv
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -389,6 +390,14 @@ def test_pairs(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[s
     assert [each["label"] for each in classify.predict(asked)] == ["World", "Sports"]
     with pytest.raises(DataError, match="trained on pairs"):
         classify.predict(["goal striker medal"])
+    shutil.copytree(tmp_path / "run/model", tmp_path / "alone")  # without the run's config.yaml
+    alone = load_classifier(tmp_path / "alone")
+    assert alone.predict([]) == []
+    assert [each["label"] for each in alone.predict(asked)] == ["World", "Sports"]
+    with pytest.raises(ConfigError, match="trained on pairs. Fix: two texts each"):
+        alone.predict(["goal striker medal"])
+    with pytest.raises(ConfigError, match="trained on pairs. Fix: two texts each"):
+        predict.main(["--checkpoint", str(tmp_path / "alone"), "--text", "goal striker medal"])
     predict.main(
         [
             "--checkpoint",
