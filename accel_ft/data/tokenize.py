@@ -119,7 +119,6 @@ def tokenize(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
         config.model_dump(mode="json", include=KEYS),
         tokenizer_fingerprint(tokenizer),
         tokenizer.pad_token_id,  # which an empty text may become
-        config.text_pair_column is None and has_types_of_single_texts(tokenizer),
         source.path and source.path.suffix.lower(),  # the same bytes may be a csv and a tsv
     ]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()

@@ -388,6 +388,8 @@ def test_a_guest_leaves_the_process_as_it_was(
     own = Accelerator(cpu=True, gradient_accumulation_steps=4)
     logging.set_verbosity_warning()
     logging.enable_progress_bar()
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(7)
 
     def state() -> list[Any]:
         dice = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
