@@ -70,6 +70,8 @@ def load_classifier(checkpoint: str | Path, **settings: Any) -> Predictor:
     Raises:
         accel_ft.errors.UserError: where it cannot be had.
     """
+    from accelerate.state import GradientState
+
     from accel_ft.config import PredictConfig
     from accel_ft.predict import Predictor
     from accel_ft.runtime.launch import make_accelerator
@@ -77,14 +79,17 @@ def load_classifier(checkpoint: str | Path, **settings: Any) -> Predictor:
 
     settings = settings | {"checkpoint": str(checkpoint), "text": ""}
     config = checked(PredictConfig, settings, run_settings(settings))
-    with _as_a_guest():
-        return Predictor(config, make_accelerator())
+    of_process = GradientState()  # whose accumulation steps a second Accelerator replaces
+    steps = of_process.plugin_kwargs
+    accelerator = make_accelerator()
+    of_process.plugin_kwargs = steps or of_process.plugin_kwargs
+    return Predictor(config, accelerator)
 
 
 @contextmanager
 def _as_a_guest() -> Iterator[None]:
     """Leave to the caller's process what is its own: random numbers, the accumulation steps of its
-    Accelerator, torch's switches, and what transformers tells.
+    Accelerator, and what transformers tells.
     """
     import random
 
@@ -93,11 +98,8 @@ def _as_a_guest() -> Iterator[None]:
     from accelerate.state import GradientState
     from transformers.utils import logging
 
-    gradients, cuda, cudnn = GradientState(), torch.backends.cuda, torch.backends.cudnn
-    steps, verbosity, bars = (
-        gradients.plugin_kwargs, logging.get_verbosity(), logging.is_progress_bar_enabled()
-    )  # fmt: skip
-    switches = cuda.cudnn_sdp_enabled(), cuda.matmul.allow_tf32, cudnn.allow_tf32  # type: ignore[no-untyped-call]
+    gradients, bars = GradientState(), logging.is_progress_bar_enabled()
+    steps, verbosity = gradients.plugin_kwargs, logging.get_verbosity()
     dice = random.getstate(), np.random.get_state(), torch.get_rng_state()
     has_gpus = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     of_gpus = torch.cuda.get_rng_state_all() if has_gpus else []  # to ask would start them
@@ -108,8 +110,6 @@ def _as_a_guest() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-        cuda.enable_cudnn_sdp(switches[0])
-        cuda.matmul.allow_tf32, cudnn.allow_tf32 = switches[1:]
         random.setstate(dice[0])
         np.random.set_state(dice[1])
         torch.set_rng_state(dice[2])

@@ -210,7 +210,7 @@ def _read_rows(config: PredictConfig) -> Iterator[tuple[str, Any, Text]]:
     kind = (
         config.input_format
         if config.input_format != "auto"
-        else _guess_format(path, config.text_column)
+        else _guess_format(path, {config.text_column, "label", "id"})
     )
     if kind == "lines":
         config = config.resolved(text_column="text")
@@ -232,8 +232,13 @@ def _read_rows(config: PredictConfig) -> Iterator[tuple[str, Any, Text]]:
             yield kind_of_place, int(number), text
 
 
-def _guess_format(path: str, text_column: str) -> str:
-    suffix = Path(path).suffix.lower().removeprefix(".")
+def _guess_format(path: str, columns: set[str]) -> str:
+    """Return the format that a name, or a beginning, stands for.
+
+    Args:
+        columns: of which a table's header has two or more.
+    """
+    suffix, start = Path(path).suffix.lower().removeprefix("."), b""
     if f".{suffix}" in DATA_FILE_SUFFIXES:
         return suffix
     if path == "-":
@@ -246,19 +251,18 @@ def _guess_format(path: str, text_column: str) -> str:
             return "json"
         if start[:1] == b"{":
             return "jsonl"
-    elif suffix == "txt" or (suffix == "" and Path(path).is_file()):
-        with open(path, "rb") as file:
-            start = file.read(4096).removeprefix(BOM_UTF8)
-    else:
+    elif suffix not in ("", "txt") or (suffix == "" and not Path(path).is_file()):
         raise ConfigError(
             f"input={path}: unknown format. Fix: --input_format lines, csv, tsv, json, jsonl or "
             "parquet"
         )
+    elif Path(path).is_file():  # a pipe can be read but once
+        with open(path, "rb") as file:
+            start = file.read(4096).removeprefix(BOM_UTF8)
     header = re.split(r"[,\t]", start.decode(errors="replace").partition("\n")[0])
-    if len(header) > 1 and text_column in (cell.strip(' \r"') for cell in header):
+    if len(columns.intersection(cell.strip(' \r"') for cell in header)) > 1:
         raise ConfigError(
-            f"input={path}: its first line has the column {text_column}. "
-            "Fix: --input_format csv or tsv, or lines"
+            f"input={path}: begins with a table's header. Fix: --input_format csv, tsv or lines"
         )
     return "lines"
 

@@ -5,7 +5,6 @@ accelerate launch --config_file STRATEGY.yaml -m accel_ft.train --config JOB.yam
 
 import logging
 import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
@@ -250,17 +249,6 @@ def _compare(first: Path, again: Path) -> None:
     print(f"reproduced: {len(compared)} train events, bit for bit{until}")
 
 
-def _end_before_the_start(number: int, _: object) -> None:
-    with suppress(OSError):
-        os.write(2, f"{signal.Signals(number).name}: there is nothing to save yet\n".encode())
-    os._exit(Preempted.exit_code)
-
-
 if __name__ == "__main__":
-    stops = (signal.SIGTERM, signal.SIGUSR1)
-    signal.pthread_sigmask(signal.SIG_BLOCK, stops)  # they wait while it starts anew
     restart_with_better_malloc("accel_ft.train")
-    for stop in stops:  # until the run's own handlers take over
-        signal.signal(stop, _end_before_the_start)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)
     run_command(main)

@@ -112,10 +112,7 @@ def canonical(value: Any, config: DataConfig, names: tuple[str, ...] | None) -> 
         is_named = names is not None and type(value) is int
         return _number(_label(value, names) if is_named else value)
     if config.problem_type == "single_label_classification":
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)  # pandas', as a row was missing once
-        # True and False as pandas writes them into a csv.
-        return str(value) if isinstance(value, bool) else _label(value, names)
+        return _label(value, names)
     if isinstance(value, str):
         if value.strip()[:1] + value.strip()[-1:] in ("[]", "()", "{}"):
             return None  # a list written as text, as pandas does
@@ -158,8 +155,8 @@ def _number(value: Any) -> str | None:
 
 
 MEANT = {
-    "single_label_classification": "a text, a whole number, true or false (numbers with "
-    "fractions want --problem_type regression, lists multi_label_classification)",
+    "single_label_classification": "a text or an integer (1.0 and true want a cast to integers or "
+    "text, numbers with fractions --problem_type regression, lists multi_label_classification)",
     "multi_label_classification": "a list of different labels (jsonl, json, parquet), or text with "
     "label_separator",
     "regression": "a finite number below 1e18",

@@ -25,7 +25,7 @@ from accel_ft.runtime.fsdp import whole
 Update = list[str]
 BACKWARD, REDUCE, STEP, SCHEDULE = "backward", "reduce", "step", "schedule"
 LEFT, WITHIN = "left", "step within the backward pass"
-UNSUMMED, EMPTY = "unsummed", "no gradient"
+UNSUMMED = "unsummed"
 
 
 class _Recorder:
@@ -99,8 +99,6 @@ class _Recorder:
             self.events.append(LEFT)
         if num_ranks() > 1 and self.is_unsummed and not self.replicated.keys().isdisjoint(taken):
             self.events.append(UNSUMMED)
-        if not taken:
-            self.events.append(EMPTY)
         self.added.difference_update(taken)
         self.events.append(STEP)
         self.used |= dict.fromkeys(taken, (None, 0))
@@ -209,11 +207,6 @@ def accumulation_calls(  # noqa: PLR0911
     most = max(counts)
     if most == 0:
         return Verdict.SKIP(f"{events.count(STEP)} steps, no backward pass outside of step()")
-    if events.count(EMPTY) == events.count(STEP):
-        return Verdict.FAIL(
-            f"{events.count(STEP)} steps, and not one has a gradient to take",
-            "zero_grad() after step(), or before the backward pass",
-        )
     if BACKWARD in rest:
         return Verdict.FAIL(
             f"the epoch ends with {rest.count(BACKWARD)} backward passes and no step: their "

@@ -367,18 +367,22 @@ def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
         rate = min(10 * rate, learning.HIGHEST_RATE)
     optimizer = make_optimizer(model, rate, 0.0)
 
+    losses: list[float] = []
+
     def step() -> float:
         loss = _loss(run, model, batch, smoothing=0.0) / len(chosen)
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        return loss.item()
+        losses.append(loss.item())
+        return losses[-1]
 
     one_label = run.config.problem_type == "single_label_classification"
     learnt = learning.overfits(step, goal=0.1 if one_label else None)
-    if run.config.lora_r is not None and learnt.verdict == Verdict.FAIL:
-        learnt = replace(learnt, verdict=Verdict.WARN)  # a few adapters may be too few for it
+    falls = min(losses) < losses[0] and math.isfinite(losses[-1])
+    if learnt.verdict == Verdict.FAIL and falls and run.config.lora_r is not None:
+        learnt = replace(learnt, verdict=Verdict.WARN)  # adapters may be too few for it
     yield learnt
     labels = batch["labels"]
     if not one_label or bool((labels == labels[0]).all()):

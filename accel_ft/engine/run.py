@@ -162,7 +162,10 @@ class Run:
             self.loader.end()
             self.batches.close()
             # A fault of the loader's own keeps it in its traceback, with workers that heed no end.
-            traceback.clear_frames(sys.exc_info()[2])
+            for frame, _ in traceback.walk_tb(sys.exc_info()[2]):
+                if frame.f_code.co_filename.endswith(("dataloader.py", "data_loader.py")):
+                    with contextlib.suppress(RuntimeError):  # it runs
+                        frame.clear()
 
     def close(self) -> None:
         """End the loader's workers, and the bar, so that the next message has its own line."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, HfApi, ModelCardData
 
-from accel_ft.config import DEFAULT_DATASET, FILE_KEYS, TrainConfig
+from accel_ft.config import DEFAULT_DATASET, FILE_KEYS
 from accel_ft.errors import ConfigError, first_line
 from accel_ft.runtime.hub import is_hub_id
 
@@ -66,7 +66,7 @@ def model_card(
     keys = "".join(
         f"| `{key}` | `{_shown(key, value).replace('|', chr(92) + '|')}` |\n"
         for key, value in settings.items()
-        if value not in (None, [], getattr(TrainConfig.model_fields.get(key), "default", None))
+        if value not in (None, [])
     )
     is_tuned = split == "validation" and "multi_label" in settings.get("problem_type", "")
     tuned = ", on which the thresholds are tuned" * is_tuned

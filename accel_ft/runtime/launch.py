@@ -148,13 +148,6 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
     if on_cpu:
         keep_freed_memory()
     _refuse_impossible(request, on_cpu)
-    made = AcceleratorState._shared_state.get("_mixed_precision", request.mixed_precision)
-    if made != request.mixed_precision:
-        raise LaunchError(
-            f"{request.source} asks for mixed_precision: {request.mixed_precision}, and this "
-            f"process has had an Accelerator of {made}, which stays. Fix: start it (the notebook's "
-            "kernel) anew"
-        )
     # Evaluation and prediction wait for a slow rank, or for what comes on standard input.
     kwargs.setdefault("kwargs_handlers", [InitProcessGroupKwargs(timeout=timedelta(days=1))])
     data = DataLoaderConfiguration(non_blocking=True)
@@ -206,6 +199,14 @@ def make_training_accelerator(timeout_seconds: float, **kwargs: Any) -> Accelera
     """
     if own_launcher() not in (None, os.getppid()):  # ranks would wait for it to join them
         raise LaunchError("the launcher ended before this rank had started")
+    asked = read_request().mixed_precision
+    made = AcceleratorState._shared_state.get("_mixed_precision", asked)
+    if made != asked:
+        raise LaunchError(
+            f"mixed_precision: {asked} is asked for, and this process has had an Accelerator of "
+            f"{made}, which stays. Fix: ACCELERATE_MIXED_PRECISION={made}, or another process (in "
+            "a notebook, another kernel)"
+        )
     accelerator = make_accelerator(
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),

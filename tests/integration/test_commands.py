@@ -455,7 +455,7 @@ def test_what_standard_input_begins_with(
     def heard(chunk: bytes) -> str:
         stream = SimpleNamespace(buffer=io.BufferedReader(io.BytesIO(chunk)))
         monkeypatch.setattr(sys, "stdin", stream)
-        return predict._guess_format("-", "text")
+        return predict._guess_format("-", {"text", "label"})
 
     assert heard(b"\n" + first) == kind
     with pytest.raises(ConfigError, match="input=-: lines, or JSON"):
@@ -473,12 +473,17 @@ def test_a_table_is_no_plain_lines(
         file.write_bytes(content)
         stream = SimpleNamespace(buffer=io.BufferedReader(io.BytesIO(content)))
         monkeypatch.setattr(sys, "stdin", stream)
-        return predict._guess_format("-" if place == "-" else str(file), "text")
+        return predict._guess_format("-" if place == "-" else str(file), {"text", "label"})
 
     for header in (b'\xef\xbb\xbf"text",label\n', b"label\ttext\r\n"):
-        with pytest.raises(ConfigError, match="column text. Fix: --input_format csv or tsv, or"):
+        with pytest.raises(ConfigError, match="a table's header. Fix: --input_format csv, tsv or"):
             kind_of(header + b"a goal,1\n")
-    assert kind_of(b"text\n") == kind_of(b"a goal, a text of it\ntext,label\n") == "lines"
+    assert kind_of(b"text\n") == kind_of(b"text, a goal of it\ntext,label\n") == "lines"
+
+
+def test_a_pipe_is_read_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.txt")
+    assert predict._guess_format(str(tmp_path / "rows.txt"), {"text", "label"}) == "lines"
 
 
 def test_small_values_of_a_regression_are_kept() -> None:

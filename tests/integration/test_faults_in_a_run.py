@@ -5,7 +5,6 @@ import gzip
 import json
 import logging
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -742,24 +741,6 @@ def test_a_worker_that_is_killed_ends_the_run(words: list[str]) -> None:
     )
     assert done.returncode == 1
     assert "exited unexpectedly" in done.stderr
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_before_the_start(number: int, words: list[str]) -> None:
-    """While libraries are loaded there is nothing to save, and a scheduler may start it again."""
-    process = start(words)
-    handled, deadline = 0, time.monotonic() + 30
-    while not handled >> (number - 1) & 1:
-        assert time.monotonic() < deadline
-        about = Path(f"/proc/{process.pid}/status").read_text()
-        handled = int(re.search(r"SigCgt:\s*(\w+)", about)[1], 16)  # type: ignore[index]
-    process.send_signal(number)
-    _, said = process.communicate(timeout=30)
-    assert (process.returncode, said) == (
-        75,
-        f"{signal.Signals(number).name}: there is nothing to save yet\n",
-    )
 
 
 def test_a_second_signal_ends_it_at_once(words: list[str], tmp_path: Path) -> None:
