@@ -28,7 +28,8 @@ _fitting = Lock()  # accelerate's state and the random numbers are the process's
 
 def fit(**settings: Any) -> Path:
     """Run the job that `accel_ft.train` runs with these keys, in this process (or, in a script
-    started by `accelerate launch`, with the other ranks).
+    started by `accelerate launch`, with the other ranks). One at a time; random numbers, an
+    Accelerator's accumulation and transformers' messages are as before when it returns.
 
     Args:
         settings: any keys of `accel_ft.config.TrainConfig`, by name, as in
