@@ -251,14 +251,14 @@ def _guess_format(path: str, columns: set[str]) -> str:
             return "json"
         if start[:1] == b"{":
             return "jsonl"
-    elif suffix not in ("", "txt") or (suffix == "" and not Path(path).is_file()):
+    elif suffix in ("", "txt") and Path(path).is_file():  # a pipe can be read but once
+        with open(path, "rb") as file:
+            start = file.read(4096).removeprefix(BOM_UTF8)
+    elif suffix != "txt":
         raise ConfigError(
             f"input={path}: unknown format. Fix: --input_format lines, csv, tsv, json, jsonl or "
             "parquet"
         )
-    elif Path(path).is_file():  # a pipe can be read but once
-        with open(path, "rb") as file:
-            start = file.read(4096).removeprefix(BOM_UTF8)
     header = re.split(r"[,\t]", start.decode(errors="replace").partition("\n")[0])
     if len(columns.intersection(cell.strip(' \r"') for cell in header)) > 1:
         raise ConfigError(
