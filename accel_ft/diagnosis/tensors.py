@@ -1,12 +1,13 @@
 """Tensors where they do not belong; found by looking at objects and by running."""
 
+import builtins
 import contextlib
 import dis
+import gc
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
-from itertools import islice, pairwise
-from types import FunctionType, MethodType, ModuleType, SimpleNamespace
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice, pairwise
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,59 +25,37 @@ LONG_LIST = 1_000_000
 PICKLING = ("__reduce__", "__getstate__")
 
 
-def _parts(
-    value: Any, path: str, seen: set[int] | None = None, depth: int = 0
-) -> Iterator[tuple[str, Any]]:
-    """Yield tensors, arrays, modules and long lists below an object, with the way to each."""
-    seen = set() if seen is None else seen
-    if id(value) in seen or depth > 6 or len(seen) > LONG_LIST:
+def _held(value: Any, seen: set[int] | None = None, depth: int = 0) -> Iterator[Any]:
+    """Yield tensors, arrays, modules and long lists that an object holds, in whatever way."""
+    seen = {id(vars(builtins))} if seen is None else seen
+    if id(value) in seen or depth > 8 or len(seen) > LONG_LIST:
         return
     seen.add(id(value))
     if isinstance(value, torch.Tensor | nn.Module | np.ndarray):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, each in islice(value.items(), 64):
-            yield from _parts(each, f"{path}[{key!r}]", seen, depth + 1)
-    elif isinstance(value, list | tuple):
-        if len(value) > LONG_LIST:
-            yield path, value
-        for number, each in enumerate(value[:64]):
-            yield from _parts(each, f"{path}[{number}]", seen, depth + 1)
+        yield value
     elif not isinstance(value, type | ModuleType):
-        about = vars(type(value))  # it may say itself what of its arrays a worker gets
-        says = any(isinstance(about.get(name), FunctionType) for name in PICKLING)
-        for key, each in _attributes(value):
-            if not (says and isinstance(each, np.ndarray)):
-                yield from _parts(each, f"{path}.{key}", seen, depth + 1)
+        if isinstance(value, list | tuple) and len(value) > LONG_LIST:
+            yield value
+        parts = gc.get_referents(value)
+        if isinstance(value, FunctionType):  # of its module, what it reads
+            around, code = value.__globals__, dis.get_instructions(value)
+            seen.add(id(around))
+            read = {each.argval for each in code if each.opname == "LOAD_GLOBAL"}
+            parts += [around[name] for name in read & around.keys()]
+        if any(isinstance(vars(type(value)).get(name), FunctionType) for name in PICKLING):
+            own = [*parts, *getattr(value, "__dict__", {}).values()]  # it says what a worker gets
+            seen |= {id(each) for each in own if isinstance(each, np.ndarray)}
+        for each in parts[:256]:
+            yield from _held(each, seen, depth + 1)
 
 
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object holds by name; of a function, what it took along."""
-    slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
-    names = [*getattr(value, "__dict__", ()), *slots]
-    if isinstance(value, partial):
-        names += ["func", "args", "keywords"]
-    elif isinstance(value, MethodType):
-        names.append("__self__")
-    elif isinstance(value, FunctionType):
-        code, around = value.__code__, value.__globals__
-        read = {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
-        yield from ((name, around[name]) for name in sorted(read & around.keys()))
-        for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # of what is not defined yet
-                yield name, cell.cell_contents
-    for name in names:
-        with contextlib.suppress(Exception):  # a property of somebody's
-            yield name, getattr(value, name)
-
-
-def _tensors(parts: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(parts: Iterable[Any]) -> Iterator[torch.Tensor]:
     """The tensors among parts, and the parameters of the modules."""
-    for path, part in parts:
+    for part in parts:
         if isinstance(part, nn.Module):
-            yield from ((f"{path}.{name}", p) for name, p in part.named_parameters())
+            yield from part.parameters()
         elif isinstance(part, torch.Tensor):
-            yield path, part
+            yield part
 
 
 @check("tensors of the data set")
@@ -85,28 +64,30 @@ def dataset_tensors(loader: DataLoader[Any]) -> Finding:
     data set yields and holds, and in what its `collate_fn` makes of a row: one row is read, of a
     stream the first.
     """
-    dataset, workers = loader.dataset, loader.num_workers
-    yielded: list[tuple[str, Any]] = []
+    dataset, workers, batches = loader.dataset, loader.num_workers, loader.batch_sampler
+    keys = loader.sampler if batches is None else chain.from_iterable(batches)
+    is_stream = isinstance(dataset, IterableDataset)
+    rows: Any = dataset if is_stream else map(dataset.__getitem__, keys)
+    far = []
     with own_random_numbers(loader):
-        for row in islice(_rows(loader), 1):
-            yielded += _parts(row, "sample")
+        for row in islice(rows, 1):
+            far += _far("a row", row)
             with contextlib.suppress(Exception):  # a collate_fn that wants more rows
-                yielded += _parts(loader.collate_fn([row]), "batch")
-    held = list(_parts(dataset, "dataset"))
-    far = _far([*yielded, *held])
+                far += _far("a batch", loader.collate_fn([row]))
+    far += _far("the data set", dataset)
     if far and workers > 0:
         return Verdict.FAIL(
             f"{listed(far)}, with {workers} workers: they cannot use the parent's device",
             "yield tensors on the CPU and move each batch (accelerate's loader does), or "
             "num_workers=0",
         )
-    copied = [words for path, part in held if (words := _copied(path, part, loader))]
+    copied = [words for part in _held(dataset) if (words := _copied(part, loader))]
     if copied and workers > 0:
         return Verdict.WARN(
             f"each of {workers} workers copies {listed(copied)}",
             "a tensor, or a memory-mapped file (numpy.memmap, Arrow) that each worker opens itself",
         )
-    far += _far(_parts(loader.collate_fn, "collate_fn"))  # which may leave it alone
+    far += _far("collate_fn", loader.collate_fn)  # which may leave it alone
     if far:
         return Verdict.WARN(listed(far), "yield tensors on the CPU: each row is a copy of its own")
     return Verdict.PASS(
@@ -114,37 +95,27 @@ def dataset_tensors(loader: DataLoader[Any]) -> Finding:
     )
 
 
-def _far(parts: Iterable[tuple[str, Any]]) -> list[str]:
-    """The tensors among parts that are not on the CPU."""
-    return [f"{name} on {t.device}" for name, t in _tensors(parts) if t.device.type != "cpu"]
+def _far(owner: str, value: Any) -> list[str]:
+    """The tensors that `owner` holds and that are not on the CPU."""
+    far = [tensor for tensor in _tensors(_held(value)) if tensor.device.type != "cpu"]
+    return [f"{owner} holds a tensor {list(each.shape)} on {each.device}" for each in far]
 
 
-def _rows(loader: DataLoader[Any]) -> Iterator[Any]:
-    """The rows of a loader's data set, by the keys that its sampler gives."""
-    if isinstance(loader.dataset, IterableDataset):
-        yield from loader.dataset
-    elif loader.batch_sampler is None:
-        yield from (loader.dataset[key] for key in loader.sampler)
-    else:
-        yield from (loader.dataset[key] for batch in loader.batch_sampler for key in batch)
-
-
-def _copied(path: str, part: Any, loader: DataLoader[Any]) -> str:
+def _copied(part: Any, loader: DataLoader[Any]) -> str:
     """What a worker copies: lists (reference counts), and arrays where it is not forked; tensors
     torch puts into shared memory.
     """
     if isinstance(part, list | tuple):
-        return f"{path}, a list of {len(part):,}"
+        return f"a list of {len(part):,}"
     method = (loader.multiprocessing_context or multiprocessing).get_start_method()
     copies = isinstance(part, np.ndarray) and part.nbytes > LARGE_BYTES and method != "fork"
-    return f"{path}, {part.nbytes / 2**20:.0f} MiB" if copies else ""
+    return f"an array of {part.nbytes / 2**20:.0f} MiB" if copies else ""
 
 
 @check("data set and model")
 def shared_modules(dataset: Any, model: nn.Module) -> Finding:
     """Look for parameters that a data set and a model both hold."""
-    held = _tensors(_parts(dataset, "dataset"))
-    inside = {tensor.data_ptr() for _, tensor in held if _has_memory(tensor)}
+    inside = {tensor.data_ptr() for tensor in _tensors(_held(dataset)) if _has_memory(tensor)}
     shared = [n for n, p in model.named_parameters() if _has_memory(p) and p.data_ptr() in inside]
     if shared:
         return Verdict.FAIL(
@@ -202,27 +173,17 @@ def _place(tensor: torch.Tensor) -> NDArray[np.void]:
     return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
-def _content(p: torch.Tensor) -> str:
-    with contextlib.suppress(Exception):  # it has none, or in no layout that is known
-        return digest(p)
-    return ""
-
-
 @check("operations in place")
 def in_place(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Finding:
     """Find what changes parameters, or what the backward pass needs, in place."""
     try:
         with untouched(model), torch.autograd.set_detect_anomaly(True, check_nan=False):
             trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-            before = [(n, p, p._version, _content(p)) for n, p in trained]  # no teacher of means
+            before = [(n, p, digest(p)) for n, p in trained]  # no teacher of means
             value = loss()
-            changed = [  # through .data, the version stays
-                name
-                for name, p, version, content in before
-                if p._version != version or _content(p) != content
-            ]
+            changed = [name for name, p, content in before if digest(p) != content]
             gradients_of(model, lambda: torch.autograd.backward(value))
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         if "inplace" not in str(error) and "in-place" not in str(error):
             return Verdict.SKIP(f"the loss could not be computed: {error}")
         return Verdict.FAIL(

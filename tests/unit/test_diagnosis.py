@@ -134,7 +134,7 @@ class Encoded(Dataset):
 def test_device_tensors_in_workers() -> None:
     """ "meta" stands for CUDA here: any device that is not the CPU."""
     loader = DataLoader(Encoded(device="meta"), num_workers=2)
-    caught(tensors.dataset_tensors(loader), "sample['x'] on meta", "with 2 workers")
+    caught(tensors.dataset_tensors(loader), "a row holds a tensor [2] on meta", "with 2 workers")
     assert tensors.dataset_tensors(loader).verdict == "FAIL"
     assert tensors.dataset_tensors(DataLoader(Encoded(device="meta"))).verdict == "WARN"
     well(tensors.dataset_tensors(DataLoader(Encoded(), num_workers=2)))
@@ -146,7 +146,7 @@ def test_copies_in_spawned_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     loader = DataLoader(rows, num_workers=2, multiprocessing_context="spawn")
     well(tensors.dataset_tensors(loader))  # torch has workers share a tensor
     rows.array = np.memmap(tmp_path / "rows", shape=32, mode="w+")  # which is sent in whole
-    caught(tensors.dataset_tensors(loader), "each of 2 workers copies dataset.array")
+    caught(tensors.dataset_tensors(loader), "each of 2 workers copies an array of 0 MiB")
     well(tensors.dataset_tensors(DataLoader(rows, num_workers=2)))
 
     class Mapped:
@@ -799,15 +799,14 @@ def test_a_data_set_that_is_iterable() -> None:
 
     well(tensors.dataset_tensors(DataLoader(Stream())))
     held = Encoded(nn.Linear(2, 2, device="meta"))
-    caught(
-        tensors.dataset_tensors(DataLoader(held, num_workers=1)), "dataset.encoder.weight on meta"
-    )
+    found = tensors.dataset_tensors(DataLoader(held, num_workers=1))
+    caught(found, "the data set holds a tensor [2, 2] on meta")
     moving = DataLoader(Encoded(), num_workers=1, collate_fn=lambda rows: rows[0]["x"].to("meta"))
-    caught(tensors.dataset_tensors(moving), "batch on meta")
+    caught(tensors.dataset_tensors(moving), "a batch holds a tensor [2] on meta")
     encoder = nn.Linear(2, 2, device="meta")
     holding = DataLoader(Encoded(), num_workers=1, collate_fn=lambda rows: (encoder, rows)[1])
     found = tensors.dataset_tensors(holding)
-    caught(found, "collate_fn.encoder.weight on meta")
+    caught(found, "collate_fn holds a tensor [2, 2] on meta")
     assert found.verdict == "WARN"  # it may read its configuration alone
 
 

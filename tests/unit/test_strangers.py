@@ -498,12 +498,12 @@ def test_buffers_of_any_kind_come_back() -> None:
 
 
 def test_names_that_a_function_does_not_read() -> None:
-    """`row.encoder` is no global of that name."""
-    code = "def transform(row): return row.encoder"
-    around: dict[str, object] = {"encoder": nn.Linear(2, 2)}
-    exec(code, around)
-    model = nn.Sequential(around["encoder"])
-    assert is_well(tensors.shared_modules(Held(around["transform"]), model))
+    """`row.encoder` is no global of that name; nor does it hold all that its module does."""
+    for reads, verdict in (("row.encoder", "PASS"), ("encoder(row)", "FAIL")):
+        around: dict[str, object] = {"encoder": nn.Linear(2, 2)}
+        exec(f"def transform(row): return {reads}", around)
+        model = nn.Sequential(around["encoder"])
+        assert tensors.shared_modules(Held(around["transform"]), model).verdict == verdict
 
 
 def test_a_rank_that_is_ended_while_it_says_its_last_words(tmp_path: Path) -> None:
