@@ -226,16 +226,12 @@ def accumulation_calls(  # noqa: PLR0911
             "so), and each forward pass through the model that DDP has wrapped; local SGD means to",
         )
     about = f"{len(updates)} updates of {listed(sorted(set(counts)), 8)} micro-batches"
-    if most > accumulation_steps:
+    if most > accumulation_steps or (most < accumulation_steps and len(updates) > 1):
         return Verdict.FAIL(
-            f"{about}, more than {accumulation_steps}",
-            "see where step() is called; losses with a backward pass each count as micro-batches",
-        )
-    if most < accumulation_steps and len(updates) > 1:
-        return Verdict.FAIL(
-            f"{about}, fewer than {accumulation_steps}",
+            f"{about} in place of {accumulation_steps}",
             "step once for all of them: with accelerator.accumulate(model) around each, and "
-            "Accelerator(gradient_accumulation_steps=...)",
+            "Accelerator(gradient_accumulation_steps=...); losses with a backward pass each count "
+            "as micro-batches",
         )
     # a scheduler's step comes after the optimizer's: it stands in the block that follows
     schedules = max(

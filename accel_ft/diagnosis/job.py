@@ -10,7 +10,6 @@ import math
 import secrets
 import shutil
 import sys
-import time
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -25,7 +24,7 @@ from accelerate.utils import send_to_device
 from huggingface_hub import constants
 from torch import nn
 
-from accel_ft.config import DEFAULT_DATASET, TrainConfig
+from accel_ft.config import TrainConfig
 from accel_ft.data.loader import Batch, Batches, collate, make_loader
 from accel_ft.diagnosis import (
     accumulation,
@@ -54,7 +53,7 @@ from accel_ft.model import dropout
 from accel_ft.model.memory import device_bytes
 from accel_ft.model.optim import make_optimizer, make_scheduler, scaled_learning_rate
 from accel_ft.model.plain import plain_model
-from accel_ft.runtime.hub import hub_reachable, is_hub_id
+from accel_ft.runtime.hub import hub_reachable
 from accel_ft.runtime.launch import make_training_accelerator
 from accel_ft.runtime.logging import progress_bar, read_events
 from accel_ft.runtime.watch import Watch
@@ -63,7 +62,6 @@ logger = logging.getLogger(__name__)
 
 UPDATES = 4
 LIMIT_SECONDS, KEPT = 60, 2
-FORGOTTEN_SECONDS = 3600
 ROWS, EVAL_ROWS = 256, 64
 LEARNT_ROWS, LEARNT_TOKENS = 64, 16
 FP16 = "fp16: gradients alone mean nothing without the loss scaler"
@@ -106,8 +104,6 @@ def examine(config: TrainConfig) -> Iterator[Finding]:
     with order.construction() as log:
         accelerator = make_training_accelerator(limit)
         folder = config.output_dir.absolute().parent / gather(f".doctor-{secrets.token_hex(4)}")[0]
-        if accelerator.is_main_process:
-            _remove_forgotten(folder.parent)
         rank, num_ranks = accelerator.process_index, accelerator.num_processes
         try:
             with Watch(folder / "ranks", rank, num_ranks, limit) as watch:  # of `agreed`, too
@@ -116,14 +112,6 @@ def examine(config: TrainConfig) -> Iterator[Finding]:
         finally:
             if accelerator.is_main_process:
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_forgotten(parent: Path) -> None:
-    """Remove what an examination that was killed left behind; one that lives writes heartbeats."""
-    for heartbeats in parent.glob(".doctor-*/ranks"):
-        with contextlib.suppress(OSError):
-            if time.time() - heartbeats.stat().st_mtime > FORGOTTEN_SECONDS:
-                shutil.rmtree(heartbeats.parent)
 
 
 def _limit_seconds(config: TrainConfig) -> float:
@@ -135,13 +123,6 @@ def _is_empty(config: TrainConfig) -> bool:
     """Whether neither rows nor a model are named: then the doctor brings its own."""
     names_rows = config.train_file is not None or config.dataset_name is not None
     return not names_rows and "model_name_or_path" not in config.model_fields_set
-
-
-def _needs_hub(config: TrainConfig) -> bool:
-    names = [config.model_name_or_path]
-    if config.train_file is None:
-        names.append(config.dataset_name or DEFAULT_DATASET)
-    return not _is_empty(config) and any(map(is_hub_id, names))
 
 
 def _probe(config: TrainConfig, folder: Path, watch: Watch) -> TrainConfig:
@@ -172,7 +153,7 @@ def _on_the_job(
     yield machine.devices(accelerator.device, accelerator.mixed_precision)
     yield machine.limits(config.dataloader_num_workers)
     yield machine.clocks()
-    yield machine.hub(_needs_hub(config), constants.HF_HUB_OFFLINE, hub_reachable)
+    yield machine.hub(constants.HF_HUB_OFFLINE, hub_reachable)
     yield machine.links(accelerator.device)
     job = _probe(config, folder, watch)
     capacity = device_bytes(accelerator.device)  # before the run has its share of it

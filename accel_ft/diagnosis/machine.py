@@ -161,23 +161,18 @@ def clocks() -> Finding:
 
 
 @check("Hub")
-def hub(needed: bool, offline: bool, reachable: Callable[[], bool]) -> Finding:
-    """Say whether the Hub can be reached, where the job needs it.
+def hub(offline: bool, reachable: Callable[[], bool]) -> Finding:
+    """Say whether the Hub can be reached: a job that needs it, and cannot have it, tells so itself.
 
     Args:
-        needed: whether the job names a model or data set that is no folder or file.
         offline: whether HF_HUB_OFFLINE is set.
         reachable: asks it, within a few seconds.
     """
     if offline:
         return Verdict.SKIP("HF_HUB_OFFLINE is set: models and data come from disk")
-    if not needed:
-        return Verdict.SKIP("the job needs nothing of it")
     if reachable():
         return Verdict.PASS("can be reached")
-    return Verdict.WARN(
-        "cannot be reached", "models and data from folders and files, and HF_HUB_OFFLINE=1"
-    )
+    return Verdict.SKIP("cannot be reached: models and data come from folders, files or its cache")
 
 
 @check("disk")

@@ -1,8 +1,8 @@
 """Replicas that are not: parameters, buffers or gradients that differ between ranks."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -53,17 +53,13 @@ def _alike(model: nn.Module | None, tensors: Tensors, mend: str) -> Finding:
     if model is not None and is_sharded(model):
         return Verdict.SKIP("each rank holds its own share under FSDP")
     ranks = gather({name: digest(tensor) for name, tensor in tensors})
-    names = dict.fromkeys(name for rank in ranks for name in rank)
-    seen = {name: [rank.get(name) for rank in ranks] for name in names}
-    differing = [name for name in seen if len(set(seen[name])) > 1]
+    first, names = ranks[0], list(dict.fromkeys(chain(*ranks)))
+    differing = [n for n in names if any(rank.get(n) != first.get(n) for rank in ranks)]
     if not differing:
-        return Verdict.PASS(f"{len(seen)} tensors have the same bits on every rank")
-    odd: set[int] = set()
-    for name in differing:
-        usual = Counter(seen[name]).most_common(1)[0][0]  # of as many, rank 0's
-        odd |= {number for number, value in enumerate(seen[name]) if value != usual}
-    words = f"{len(differing)} of {len(seen)} differ, on rank {listed(sorted(odd))}; the first is"
-    return Verdict.FAIL(f"{words} {differing[0]}", mend)
+        return Verdict.PASS(f"{len(names)} tensors have the same bits on every rank")
+    odd = [number for number, rank in enumerate(ranks) if rank != first]
+    words = f"{len(differing)} of {len(names)} differ from rank 0's, on rank {listed(odd)}"
+    return Verdict.FAIL(f"{words}; the first is {differing[0]}", mend)
 
 
 @check("same weights")

@@ -8,20 +8,17 @@ WORDS = {
     "money": ["bank", "shares", "profit", "merger", "tariff"],
     "sport": ["goal", "striker", "league", "medal", "playoff"],
 }
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 FILLING = ["the", "a", "of", "in", "to", "on", "with", "from", "after", "says", "new", "two"]
 
 
 def write_sample(folder: Path) -> None:
     """Write a BERT of 2 layers with random weights into model/, and 256 labelled rows.csv."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, set_seed
+    from transformers import BertConfig, BertModel, BertTokenizer, set_seed
 
-    words = ["[PAD]", "[UNK]", *FILLING, *chain.from_iterable(WORDS.values())]
+    words = [*SPECIAL, *FILLING, *chain.from_iterable(WORDS.values())]
     numbers = {word: number for number, word in enumerate(words)}
-    backend = Tokenizer(models.WordLevel(numbers, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
-    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(folder / "model")
+    BertTokenizer(numbers).save_pretrained(folder / "model")
     set_seed(0)
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = BertConfig(vocab_size=len(words), intermediate_size=128, **sizes)

@@ -1,7 +1,6 @@
 """The doctor on accel_ft's own jobs: no false alarm on a healthy one, and the fault named on a broken one."""
 
 import json
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -70,15 +69,6 @@ def test_one_that_ends_early_does_not_read_as_all_well(
         doctor.main(["--json", str(file), "--output_dir", str(tmp_path / "run")])
     last = json.loads(file.read_text())[-1]
     assert (last["check"], last["verdict"]) == ("examination", "FAIL")
-
-
-def test_what_a_killed_examination_left_goes(tmp_path: Path) -> None:
-    runs = tmp_path / "runs"
-    for name in ("old", "living"):
-        (runs / f".doctor-{name}/ranks").mkdir(parents=True)
-    os.utime(runs / ".doctor-old/ranks", (0, 0))
-    job._remove_forgotten(runs)
-    assert [path.name for path in runs.iterdir()] == [".doctor-living"]
 
 
 def test_a_folder_that_cannot_be_made_is_a_finding(tmp_path: Path) -> None:
