@@ -57,8 +57,8 @@ def reshard(model: nn.Module) -> None:
 def untouched(model: nn.Module) -> Iterator[None]:
     """Put gradients, buffers and random numbers back as they were."""
     reshard(model)
-    keep = _clone_of_views(model)
-    gradients = [(p, p.grad, keep(p.grad)) for p in model.parameters()]
+    gradients = [(p, p.grad) for p in model.parameters()]
+    values = [(grad, grad.clone()) for _, grad in gradients if grad is not None]
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
@@ -69,10 +69,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             reshard(model)
-            for p, gradient, values in gradients:
+            for p, gradient in gradients:
                 p.grad = gradient
-                if gradient is not None and values is not gradient:
-                    gradient.detach().copy_(values)
+            for gradient, before in values:  # views of DDP's buckets are written into
+                gradient.detach().copy_(before)
             for module, name, buffer, before in buffers:
                 if getattr(module, name) is not buffer:
                     setattr(module, name, buffer)
@@ -89,14 +89,5 @@ def gradients_of(model: nn.Module, run: Callable[[], Any]) -> dict[str, torch.Te
             p.grad = None
         run()
         reshard(model)
-        keep = _clone_of_views(model)
         named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-        return {name: keep(gradient).detach() for name, gradient in named}
-
-
-def _clone_of_views(model: nn.Module) -> Callable[[Any], Any]:
-    """Return what keeps a gradient's numbers: where DDP has it be a view of its bucket, into which
-    the next pass writes, its clone.
-    """
-    are_views = any(getattr(m, "gradient_as_bucket_view", False) for m in model.modules())
-    return lambda gradient: gradient.clone() if are_views and gradient is not None else gradient
+        return {name: gradient.detach().clone() for name, gradient in named}

@@ -1,6 +1,6 @@
 """Replicas that are not: parameters, buffers or gradients that differ between ranks."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from itertools import chain
 from typing import Any
@@ -26,18 +26,6 @@ def digest(tensor: torch.Tensor) -> str:
     hashed = xxhash.xxh3_128(f"{tensor.dtype}{list(tensor.shape)}".encode())
     hashed.update(flat.numpy().data)
     return hashed.hexdigest()
-
-
-def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield what a nest of mappings, lists and tuples holds, with the way to each."""
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from leaves(each, f"{path}.{key}")
-    elif isinstance(value, list | tuple):
-        for number, each in enumerate(value):
-            yield from leaves(each, f"{path}[{number}]")
-    else:
-        yield path, value
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -4,7 +4,6 @@ It is found by doing it: train, save, go on; build anew, load, go on; and compar
 """
 
 import random
-import re
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,10 +12,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from accel_ft.diagnosis.finding import Finding, Verdict, gather, listed
 from accel_ft.diagnosis.gradients import own_random_numbers
-from accel_ft.diagnosis.replicas import digest, leaves
+from accel_ft.diagnosis.replicas import digest
 
 RANDOM = "random numbers"
 
@@ -54,8 +54,8 @@ def random_state() -> dict[str, Any]:
 
 def _values(state: Any, name: str) -> dict[str, Any]:
     """What a state holds, by the way to it, as something that compares."""
-    named = leaves(state, name)
-    return {path: _comparable(value) for path, value in named if not callable(value)}
+    named = tree_leaves_with_path(state)
+    return {name + keystr(path): _comparable(each) for path, each in named if not callable(each)}
 
 
 def _comparable(value: Any) -> Any:
@@ -80,10 +80,6 @@ def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
             are_numbers = isinstance(one, int | float) and isinstance(other, int | float)
             words.append(f"{key} {other} in place of {one}" if are_numbers else key)
     return words
-
-
-def _generator(key: str) -> str:
-    return re.split(r"[.\[ ]", key.removeprefix(RANDOM))[1]
 
 
 @own_random_numbers()
@@ -116,17 +112,6 @@ def resume(make: Callable[[], Job], folder: Path, steps: int = 3) -> list[Findin
         _part(f"resume: {part}", values, loaded.get(part, {}), f"save {part} and load it back")
         for part, values in saved.items()
     ]
-    drawn = {_generator(key) for key in _differing(saved[RANDOM], after[RANDOM])}
-
-    idle = {key for key in saved[RANDOM] if _generator(key) not in drawn}
-
-    def needed(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in values.items() if key not in idle}
-
-    ours, theirs = needed(saved[RANDOM]), needed(loaded[RANDOM])
-    draws = _part(f"resume: {RANDOM}", ours, theirs, findings[-1].mend)
-    if findings[-1].verdict == Verdict.FAIL and draws.verdict == Verdict.PASS:
-        findings[-1] = replace(findings[-1], verdict=Verdict.WARN)  # of what this update drew none
     read = _values(again.step(), "sample")
     mend = (
         "save epoch and batch, and go on there: accelerator.skip_first_batches(loader, n), with "
@@ -135,8 +120,11 @@ def resume(make: Callable[[], Job], folder: Path, steps: int = 3) -> list[Findin
     findings.append(_part("resume: position in the data", samples, read, mend))
     mend = "see the parts above; where all pass: something is not in `parts`, or not deterministic"
     now = snapshot(again)
-    ours, theirs = needed(ChainMap(*after.values())), needed(ChainMap(*now.values()))
+    del after[RANDOM], now[RANDOM]
+    ours, theirs = ChainMap(*after.values()), ChainMap(*now.values())
     finding = _part("resume: the next update", ours, theirs, mend)
+    if finding.verdict == Verdict.PASS and findings[-2].verdict == Verdict.FAIL:
+        findings[-2] = replace(findings[-2], verdict=Verdict.WARN)  # numbers that it did not need
     sound = all(each.verdict != Verdict.FAIL for each in findings)
     if finding.verdict == Verdict.FAIL and sound and torch.accelerator.is_available():
         # Attention of more than 64 tokens adds up in any order there, backward.
