@@ -12,15 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 
 
 @contextlib.contextmanager
-def own_random_numbers(loader: Any = None) -> Iterator[None]:
-    """Put the random numbers of Python, numpy and torch back as they were, and those of a loader
-    and its samplers, and the epochs that accelerate's counts.
-    """
-    epochs_read = getattr(loader, "iteration", None)
-    generators: list[tuple[torch.Generator, torch.Tensor]] = []
-    for holder in holders(loader):
-        if isinstance(own := getattr(holder, "generator", None), torch.Generator):
-            generators.append((own, own.get_state()))
+def own_random_numbers() -> Iterator[None]:
+    """Put the random numbers of Python, numpy and torch back as they were."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
@@ -29,19 +22,6 @@ def own_random_numbers(loader: Any = None) -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
-            for own, before in generators:
-                own.set_state(before)
-            if epochs_read is not None:
-                loader.iteration = epochs_read
-
-
-def holders(loader: Any) -> Iterator[Any]:
-    """Yield a loader and its samplers, those that Accelerate has wrapped as well."""
-    waiting = [loader]
-    while waiting:
-        if (holder := waiting.pop()) is not None:
-            yield holder
-            waiting += [getattr(holder, name, None) for name in ("sampler", "batch_sampler")]
 
 
 def reshard(model: nn.Module) -> None:

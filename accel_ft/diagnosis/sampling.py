@@ -3,7 +3,7 @@ by what the loader yields, not by how it is built.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, WeightedRandomSampler
 
 from accel_ft.diagnosis.finding import Finding, Verdict, check, gather, listed
-from accel_ft.diagnosis.gradients import holders, own_random_numbers
+from accel_ft.diagnosis.gradients import own_random_numbers
 
 Ids = Callable[[Any], Iterable[Any]]
 Ranks = list[tuple[list[Any], int]]  # of each rank: the numbers of its rows, its largest batch
@@ -47,11 +47,12 @@ def training_sampling(
     Returns:
         FAIL where ranks read the same rows, rows are missing, or both epochs of more than 8 rows a
         rank have one order, and where a rank reads all its rows as many times; WARN where it reads
-        some again. The random numbers are as before, the epoch is 0. Rows that are left out or
-        repeated at the end of an epoch, fewer than one batch of all ranks, are no fault.
+        some again. The random numbers are as before, but for a generator of the loader's own and
+        the epochs that accelerate's counts; the epoch is 0. Rows that are left out or repeated at
+        the end of an epoch, fewer than one batch of all ranks, are no fault.
     """
     epochs = []
-    with own_random_numbers(loader):
+    with own_random_numbers():
         for epoch in range(2):
             before_epoch(epoch)
             epochs.append(_read(loader, ids))
@@ -81,7 +82,7 @@ def evaluation_sampling(loader: Iterable[Any], num_samples: int, ids: Ids) -> Fi
         num_samples: rows of the whole data set.
         ids: gives the numbers of the rows of a batch whose predictions are counted.
     """
-    with own_random_numbers(loader):
+    with own_random_numbers():
         ranks = _read(loader, ids)
     finding = _coverage(ranks, num_samples)
     counted = sum(len(numbers) for numbers, _ in ranks)
@@ -96,6 +97,14 @@ def evaluation_sampling(loader: Iterable[Any], num_samples: int, ids: Ids) -> Fi
         gathers = "accelerator.gather_for_metrics(...) drops those that make the ranks even, "
         return Verdict.WARN(about, f"{gathers}inside the loop, batches of one size; else {mend}")
     return Verdict.FAIL(about, f"a sampler that covers the data set once; else {mend}")
+
+
+def _holders(loader: Any) -> Iterator[Any]:
+    """Yield a loader and its samplers, those that Accelerate has wrapped as well."""
+    if loader is not None:
+        yield loader
+        for name in ("sampler", "batch_sampler"):
+            yield from _holders(getattr(loader, name, None))
 
 
 def _coverage(ranks: Ranks, num_samples: int, loader: Any = None) -> Finding:
@@ -114,7 +123,7 @@ def _coverage(ranks: Ranks, num_samples: int, loader: Any = None) -> Finding:
         return Verdict.FAIL(
             f"the ranks read the same rows: {shared} on more than one; {about}", SHARD
         )
-    by_weight = any(isinstance(each, WeightedRandomSampler) for each in holders(loader))
+    by_weight = any(isinstance(each, WeightedRandomSampler) for each in _holders(loader))
     if again > room and (by_weight or missing <= DRAWN_WITH_REPLACEMENT * num_samples):
         alike = not by_weight and all(min(read.values(), default=0) > 1 for read in rows)
         return (Verdict.FAIL if alike else Verdict.WARN)(
