@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
-from huggingface_hub import constants
 from torch import nn
 
 from accel_ft.config import TrainConfig
@@ -153,7 +152,7 @@ def _on_the_job(
     yield machine.devices(accelerator.device, accelerator.mixed_precision)
     yield machine.limits(config.dataloader_num_workers)
     yield machine.clocks()
-    yield machine.hub(constants.HF_HUB_OFFLINE, hub_reachable)
+    yield machine.hub(hub_reachable)
     yield machine.links(accelerator.device)
     job = _probe(config, folder, watch)
     capacity = device_bytes(accelerator.device)  # before the run has its share of it

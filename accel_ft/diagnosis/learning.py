@@ -102,13 +102,12 @@ def overfits(
     while len(losses) < steps and time.monotonic() - started < seconds:
         losses.append(step())
         goal = losses[0] / 3 if goal is None else goal
-        if len(losses) >= 3 and max(losses[-3:]) < goal:
-            return Verdict.PASS(
-                f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} updates"
-            )
-        if not math.isfinite(losses[-1]):
+        is_near = len(losses) >= 3 and max(losses[-3:]) < goal
+        if is_near or not math.isfinite(losses[-1]):
             break
     about = f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} updates"
+    if is_near:
+        return Verdict.PASS(about)
     if len(losses) < steps and losses[-1] < losses[0] / 2:
         return Verdict.PASS(f"{about}, all that {seconds:.0f} s allow: less than half is enough")
     about = f"{about}, not below {goal:.3g}"

@@ -161,18 +161,18 @@ def clocks() -> Finding:
 
 
 @check("Hub")
-def hub(offline: bool, reachable: Callable[[], bool]) -> Finding:
+def hub(reachable: Callable[[], bool]) -> Finding:
     """Say whether the Hub can be reached: a job that needs it, and cannot have it, tells so itself.
 
     Args:
-        offline: whether HF_HUB_OFFLINE is set.
-        reachable: asks it, within a few seconds.
+        reachable: asks it, within a few seconds, unless HF_HUB_OFFLINE is set.
     """
-    if offline:
-        return Verdict.SKIP("HF_HUB_OFFLINE is set: models and data come from disk")
     if reachable():
         return Verdict.PASS("can be reached")
-    return Verdict.SKIP("cannot be reached: models and data come from folders, files or its cache")
+    return Verdict.SKIP(
+        "cannot be reached, or HF_HUB_OFFLINE is set: models and data come from folders, files or "
+        "its cache"
+    )
 
 
 @check("disk")
