@@ -144,7 +144,7 @@ def test_gradients_in_the_buckets_of_ddp(group: None, views: bool) -> None:
         for _ in range(4):
             loss_of(model).backward()
 
-    loss_of(model).backward()
+    (3 * loss_of(model)).backward()
     before = [p.grad.clone() for p in model.parameters()]
     finding = accumulation.accumulated_gradient(model, parts, lambda: loss_of(model).backward())
     assert "4.0000 times" in finding.measured
