@@ -286,13 +286,7 @@ class TrainConfig(HubConfig, DataConfig):
     weight_decay: float = Field(0.01, ge=0)
     """AdamW's decoupled weight decay; biases and norms have none."""
     lr_scheduler_type: Literal[
-        "linear",
-        "cosine",
-        "cosine_with_restarts",
-        "polynomial",
-        "constant",
-        "constant_with_warmup",
-        "inverse_sqrt",
+        "linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt"
     ] = "linear"
     """Schedule of the learning rate, by updates."""
     warmup_steps: float = Field(0.06, ge=0)

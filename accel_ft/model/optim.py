@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from accel_ft.config import TrainConfig
-from accel_ft.errors import ConfigError
 
 # What is declared behind the layers that read it, and before the layers that it reads.
 BELOW = re.compile(
@@ -108,13 +107,8 @@ def make_scheduler(config: TrainConfig, optimizer: torch.optim.Optimizer, num_st
     """
     from transformers import get_scheduler
 
-    name = config.lr_scheduler_type
     share = config.warmup_steps if config.warmup_steps < 1 else 0.0
     # Of a share at least one update is left: at the first one the rate is 0.
     of_share = min(math.ceil(round(share * num_steps, 6)), num_steps - 1)
     warmup = of_share if share else round(config.warmup_steps)
-    try:  # where all is warm-up, polynomial divides by what is left
-        return get_scheduler(name, optimizer, warmup, max(num_steps, warmup + 1))
-    except ValueError as error:
-        rate = optimizer.defaults["lr"]
-        raise ConfigError(f"lr_scheduler_type={name}: learning_rate={rate:g}: {error}") from error
+    return get_scheduler(config.lr_scheduler_type, optimizer, warmup, num_steps)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from accel_ft.config import TrainConfig
 from accel_ft.engine.build import _resolve_batch
 from accel_ft.engine.step import weighted_loss
-from accel_ft.errors import ConfigError
 from accel_ft.metrics import (
     Classification,
     confusion_matrix,
@@ -228,11 +227,3 @@ def test_a_run_that_is_all_warm_up(name: str) -> None:
         optimizer.step()
         scheduler.step()
     assert rates == ([1.0] * 3 if name == "constant" else pytest.approx([0, 1 / 3, 2 / 3]))
-
-
-def test_a_rate_below_that_which_polynomial_ends_at() -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-8)
-    with pytest.raises(
-        ConfigError, match="lr_scheduler_type=polynomial: learning_rate=1e-08: lr_e"
-    ):
-        make_scheduler(TrainConfig(lr_scheduler_type="polynomial"), optimizer, 10)
