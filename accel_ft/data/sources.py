@@ -32,8 +32,7 @@ Text = str | tuple[str, str]  # or a pair of texts
 Row = tuple[str, Text, str]  # where it stands, text, label
 
 COLUMN_KEYS = ("text_column", "text_pair_column", "label_column", "id_column")
-MAX_FAULTS_SHOWN = 10
-MAX_FAULTS_READ = 1000
+MAX_FAULTS = 10  # there reading ends
 
 
 @dataclass(frozen=True)
@@ -74,13 +73,13 @@ class Source:
             config: names the columns, and what the label's cells mean.
 
         Raises:
-            DataError: a missing column, at once; faulty rows, together, after the last row.
+            DataError: a missing column, at once; faulty rows, after the last row or the tenth.
         """
         faults: list[str] = []
         columns_checked = False
         try:
             for place, record in self.records():
-                if len(faults) == MAX_FAULTS_READ:
+                if len(faults) == MAX_FAULTS:
                     break
                 if isinstance(record, str):
                     faults.append(f"{place}: {record}")
@@ -103,13 +102,10 @@ class Source:
                 raise
             faults.append(str(error))
         if faults:
-            count, shown = len(faults), faults[:MAX_FAULTS_SHOWN]
-            if count > len(shown):
-                more = "or more" if count == MAX_FAULTS_READ else "more"  # there reading ends
-                shown.append(f"... and {count - len(shown)} {more}")
+            count = f"{len(faults)}{' or more' * (len(faults) == MAX_FAULTS)}"
             raise DataError(
-                f"{self.name}: {count} faulty row{'s' * (count > 1)}. Fix or remove:\n  "
-                + "\n  ".join(shown)
+                f"{self.name}: {count} faulty row{'s' * (len(faults) > 1)}. Fix or remove:\n  "
+                + "\n  ".join(faults)
             )
         if not columns_checked:
             raise DataError(f"{self.name}: has no rows")
@@ -231,27 +227,9 @@ def _refuse_twice(name: str, columns: list[str]) -> None:
         raise DataError(f"{name}: column {twice[0]!r} occurs twice")
 
 
-class _Doubled(dict[str, Any]):
-    """An object of JSON that has a key twice, of which the last one would win."""
-
-    key: str
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    item = dict(pairs)
-    if len(item) < len(pairs):
-        item = _Doubled(item)
-        names = [name for name, _ in pairs]
-        item.key = next(name for name in names if names.count(name) > 1)
-    return item
-
-
-_JSON = json.JSONDecoder(object_pairs_hook=_object)
-
-
 def _json_row(line: str) -> dict[str, Any] | str:
     try:
-        return _row(_JSON.decode(line))
+        return _row(json.loads(line))
     except (ValueError, RecursionError) as error:
         return f"is not JSON ({error})"
 
@@ -260,7 +238,7 @@ def _read_json(text: str, name: str) -> Iterator[Record]:
     if text.strip() == "":
         raise DataError(f"{name}: is empty")
     try:
-        items = _JSON.decode(text)
+        items = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"{name}: is not JSON ({error}). Fix: one object a line is format jsonl"
@@ -276,8 +254,6 @@ def _read_json(text: str, name: str) -> Iterator[Record]:
 
 
 def _row(item: Any) -> dict[str, Any] | str:
-    if isinstance(item, _Doubled):
-        return f"key {item.key!r} occurs twice"
     return item if isinstance(item, dict) else f"is {_show(item)}, not an object"
 
 
