@@ -5,7 +5,7 @@ cut off and a `max_train_samples` draw cost no memory, and are the same rows in 
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from unicodedata import normalize
@@ -49,17 +49,12 @@ class Split:
     def __len__(self) -> int:
         return self.stop - self.start if self.repeated is None else len(self.repeated)
 
-    def oversample(self, names: list[str]) -> None:
-        """Repeat rows of rarer labels until all labels have as many; 8 bytes of memory a row.
-
-        Raises:
-            ConfigError: for a label without rows.
-        """
+    def oversample(self) -> None:
+        """Repeat rows of rarer labels until all there are have as many; 8 bytes of memory a row."""
         # In another order than a file's, whose first rows may be alike.
         places = permute(np.arange(len(self), dtype=np.int64), len(self), SPLIT_KEY)
         labels = self.labels(places)
-        by_label = [places[labels == label] for label in range(len(names))]
-        _refuse_lost("oversampling", names, list(map(len, by_label)))
+        by_label = [places[labels == label] for label in np.unique(labels)]
         most = max(map(len, by_label))
         self.repeated = np.concatenate([np.resize(rows, most) for rows in by_label])
 
@@ -256,15 +251,6 @@ def _warn_of_look_alikes(names: list[str]) -> None:
             logger.warning("the labels %r and %r are two; are they meant to be one?", twin, name)
 
 
-def _refuse_lost(key: str, names: list[str], counts: Iterable[int]) -> None:
-    lost = [name for name, count in zip(names, counts, strict=True) if count == 0]
-    if lost:
-        raise ConfigError(
-            f"{key}=balanced: no training row has the label {lost[0]!r}. Fix: rows of it, or "
-            f"without {key}"
-        )
-
-
 def load_eval_split(
     config: DataConfig, tokenizer: Any, names: list[str], wanted: str | None
 ) -> tuple[str, Split, bool]:
@@ -304,15 +290,14 @@ def class_weights(
             or None.
 
     Raises:
-        ConfigError: for another number of weights than labels, or a label without rows.
+        ConfigError: for another number of weights than labels.
     """
     if wanted is None:
         return None
     if wanted == "balanced":
         labels = train.labels(np.arange(len(train), dtype=np.int64))
         counts = np.bincount(labels, minlength=len(names))
-        _refuse_lost("class_weights", names, counts)
-        weights = len(train) / (len(names) * counts.astype(np.float64))
+        weights = len(train) / (len(names) * np.maximum(counts, 1).astype(np.float64))
     elif len(wanted) == len(names):
         weights = np.array(wanted, np.float64)
     else:

@@ -89,7 +89,7 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
         )
     splits.train.class_weights = class_weights(config.class_weights, splits.train, names)
     if config.oversampling == "balanced":
-        splits.train.oversample(names)
+        splits.train.oversample()
     pad = Padding(tokenizer, config.max_seq_length, accelerator.device, compiles_each_width())
     if config.per_device_train_batch_size == "auto":
         config = fit_micro_batch(config, accelerator, watch, splits, tokenizer, pad)
