@@ -19,7 +19,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 from accelerate.commands.launch import launch_command_parser
-from accelerate.state import AcceleratorState
 from accelerate.utils import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -199,14 +198,6 @@ def make_training_accelerator(timeout_seconds: float, **kwargs: Any) -> Accelera
     """
     if own_launcher() not in (None, os.getppid()):  # ranks would wait for it to join them
         raise LaunchError("the launcher ended before this rank had started")
-    asked = read_request().mixed_precision
-    made = AcceleratorState._shared_state.get("_mixed_precision", asked)
-    if made != asked:
-        raise LaunchError(
-            f"mixed_precision: {asked} is asked for, and this process has had an Accelerator of "
-            f"{made}, which stays. Fix: ACCELERATE_MIXED_PRECISION={made}, or another process (in "
-            "a notebook, another kernel)"
-        )
     accelerator = make_accelerator(
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
@@ -257,7 +248,7 @@ def check_granted(accelerator: Accelerator, model: nn.Module) -> None:
     asked_cpu = on_cpu if request.use_cpu is None else request.use_cpu
     compared: list[tuple[str, Any, Any]] = [
         ("strategy", strategy, fsdp.strategy_of(model)),
-        ("mixed_precision", request.mixed_precision, accelerator.mixed_precision),
+        ("mixed_precision (the first stays)", request.mixed_precision, accelerator.mixed_precision),
         ("compile", is_compiled(), compiled),
         ("use_cpu", asked_cpu, on_cpu),
         ("layers not wrapped", [], fsdp.unwrapped_layers(accelerator, model)),

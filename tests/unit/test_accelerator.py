@@ -218,9 +218,9 @@ def test_a_whole_graph_under_ddp(
 def test_a_process_has_one_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     launch.make_accelerator()
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    launch.make_accelerator()  # of which nothing is trained
-    with pytest.raises(LaunchError, match=r"an Accelerator of no, which stays. Fix: ACCELERATE_"):
-        launch.make_training_accelerator(60)
+    accelerator = launch.make_accelerator()
+    with pytest.raises(LaunchError, match=r"mixed_precision .the first stays.: bf16 asked, no"):
+        launch.check_granted(accelerator, accelerator.prepare(torch.nn.Linear(1, 1)))
 
 
 def test_no_processes_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
