@@ -144,7 +144,6 @@ class Watch:
         path = self.folder / f"rank_{self.rank:05d}.log"
         self._log = path.open("a", encoding="utf-8", errors="backslashreplace")  # of file names
         print(f"started {time.strftime('%F %T')}, pid {os.getpid()}", file=self._log, flush=True)
-        self._faulthandler_was_on = faulthandler.is_enabled()
         faulthandler.enable(self._log)
         self._wake_end, self._wake = socket.socketpair()
         self._wake.setblocking(False)
@@ -184,9 +183,6 @@ class Watch:
             for number, handler in self._old_handlers.items():
                 signal.signal(number, handler)
         faulthandler.disable()
-        if self._faulthandler_was_on:
-            with contextlib.suppress(OSError, ValueError):
-                faulthandler.enable()
         for file in (self._log, self._wake, self._wake_end):
             file.close()
         if lost is not None:
