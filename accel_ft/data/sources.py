@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accel_ft.config import SPLITS, Config, DataConfig
-from accel_ft.data.targets import MEANT, canonical, is_encodable
+from accel_ft.data.targets import MEANT, canonical, cut, is_encodable
 from accel_ft.errors import ConfigError, DataError, nearest
 from accel_ft.runtime.files import sha256
 from accel_ft.runtime.hub import fetching
@@ -403,7 +403,6 @@ def read_text(record: dict[str, Any], column: str, pair: str | None) -> tuple[Te
 
 def _show(value: Any) -> str:
     """A value as messages show it, cut short."""
-    text = (
+    return cut(
         "missing" if value is None else "empty" if value == "" else json.dumps(value, default=str)
     )
-    return text if len(text) <= 40 else text[:37] + "..."

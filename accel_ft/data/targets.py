@@ -77,10 +77,10 @@ def targets(store: TokenStore, names: list[str], config: DataConfig) -> NDArray[
     ]
     if faults:
         dots = ["..."] * (len(names) > LABELS_SHOWN)
-        allowed = ", ".join([*map(_cut, names[:LABELS_SHOWN]), *dots])
+        allowed = ", ".join([*map(cut, names[:LABELS_SHOWN]), *dots])
         more = len(faults) - FAULTS_SHOWN
         shown = [
-            f"{place}: label {_cut(label)!r} is none of these.{nearest(label, id_of)}"
+            f"{place}: label {cut(label)!r} is none of these.{nearest(label, id_of)}"
             for place, label in faults[:FAULTS_SHOWN]
         ]
         if are_amounts(names):
@@ -163,6 +163,6 @@ MEANT = {
 }
 
 
-def _cut(label: str) -> str:
-    """A label as messages show it: a wrong column may hold whole texts."""
-    return label if len(label) <= 40 else label[:37] + "..."
+def cut(words: str) -> str:
+    """A label or value as messages show it: a wrong column may hold whole texts."""
+    return words if len(words) <= 40 else words[:37] + "..."

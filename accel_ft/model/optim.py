@@ -107,8 +107,7 @@ def make_scheduler(config: TrainConfig, optimizer: torch.optim.Optimizer, num_st
     """
     from transformers import get_scheduler
 
-    share = config.warmup_steps if config.warmup_steps < 1 else 0.0
-    # Of a share at least one update is left: at the first one the rate is 0.
-    of_share = min(math.ceil(round(share * num_steps, 6)), num_steps - 1)
-    warmup = of_share if share else round(config.warmup_steps)
+    warmup = round(config.warmup_steps)
+    if config.warmup_steps < 1:  # of a share one update is left: at the first one the rate is 0
+        warmup = min(math.ceil(round(config.warmup_steps * num_steps, 6)), num_steps - 1)
     return get_scheduler(config.lr_scheduler_type, optimizer, warmup, num_steps)
