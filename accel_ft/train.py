@@ -17,7 +17,6 @@ from accel_ft.config import METRICS, TrainConfig
 from accel_ft.errors import (
     DOCTOR,
     ConfigError,
-    LaunchError,
     Preempted,
     RankError,
     UserError,
@@ -26,7 +25,7 @@ from accel_ft.errors import (
     run_command,
 )
 from accel_ft.runtime.memory import restart_with_better_malloc
-from accel_ft.settings import parse, read_receipt, settings_to_reproduce
+from accel_ft.settings import parse, settings_to_reproduce
 
 logger = logging.getLogger("accel_ft.train")  # run with -m, its name is __main__
 
@@ -74,10 +73,8 @@ def fit(config: TrainConfig) -> None:
     )
     rank, is_main = accelerator.process_index, accelerator.is_main_process
     setup_logging(is_main)
-    if config.reproduce is not None:
-        _check_conditions(config, accelerator)
     ranks = config.output_dir / "ranks"
-    _make_folder(config, ranks)
+    ranks.mkdir(parents=True, exist_ok=True)
     with (
         _own(config, ranks / "lock") if is_main else nullcontext(),
         Watch(ranks, rank, accelerator.num_processes, config.ddp_timeout, DOCTOR) as watch,
@@ -108,35 +105,6 @@ def fit(config: TrainConfig) -> None:
         watch.wait()
     if is_main:
         _finish(config, events)
-
-
-def _check_conditions(config: TrainConfig, accelerator: Any) -> None:
-    """Warn where a run that is reproduced ran otherwise; in another precision it cannot be."""
-    from accel_ft.runtime.receipt import about_machine, about_strategy
-
-    assert config.reproduce is not None
-    receipt = read_receipt(config.reproduce)
-    was = receipt["strategy"] | {"threads": receipt.get("machine", {}).get("threads")}
-    now = about_strategy(accelerator) | {"threads": about_machine(accelerator.device)["threads"]}
-    key = "mixed_precision"
-    if was.get(key) != now[key] and key not in config.allow_changed:
-        raise LaunchError(
-            f"reproduce={config.reproduce}: {key} was {was.get(key)}, now it is {now[key]}. Fix: "
-            f"`accelerate launch --{key} {was.get(key)}`, or --allow_changed {key}"
-        )
-    for key, value in now.items():
-        if was.get(key) != value:  # the curve may be the same, its last bits are not
-            logger.warning("reproduce: %s was %s, now it is %s", key, was.get(key), value)
-
-
-def _make_folder(config: TrainConfig, folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        why = error.strerror or error
-        raise ConfigError(
-            f"output_dir={config.output_dir}: cannot be written to: {why}. Fix: another output_dir"
-        ) from error
 
 
 @contextmanager

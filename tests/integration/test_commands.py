@@ -117,7 +117,7 @@ FAULTS = {
     "no folder": (
         ["--output_dir", "/proc/run"],
         None,
-        "output_dir=/proc/run: cannot be written to",
+        "No such file or directory: '/proc/run'",
     ),
     "missing model": (
         ["--model_name_or_path", "./no-model"],
