@@ -74,7 +74,10 @@ def fit(config: TrainConfig) -> None:
     rank, is_main = accelerator.process_index, accelerator.is_main_process
     setup_logging(is_main)
     ranks = config.output_dir / "ranks"
-    ranks.mkdir(parents=True, exist_ok=True)
+    try:
+        ranks.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output_dir={config.output_dir}: {error}") from error
     with (
         _own(config, ranks / "lock") if is_main else nullcontext(),
         Watch(ranks, rank, accelerator.num_processes, config.ddp_timeout, DOCTOR) as watch,

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import math
-import os
 import signal
 import sys
 import time
@@ -71,7 +70,6 @@ class Run:
     is asked for."""
     stop_signal: int = 0
     """Signal that some rank got; the same on all ranks, 0 for none."""
-    warned: bool = False
     eval_is_due: bool = False
     """Whether a signal interrupted the evaluation of this update."""
     passed_over: list[int] = field(default_factory=list)
@@ -109,8 +107,6 @@ class Run:
     publisher: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     publication: Future[None] | None = None
     """Rank 0's, of `saved`."""
-    publish_seconds: float = 0.0
-    """Rank 0's, of the last one."""
 
     @property
     def is_over(self) -> bool:
@@ -448,15 +444,6 @@ class Run:
         seconds = time.monotonic() - started
         self.events.write("save", step=self.step, seconds=round(seconds, 3))
         self.timed_since += seconds
-        grace = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
-        seconds += self.publish_seconds  # which the end waits for, too
-        if "TORCHELASTIC_RUN_ID" in os.environ and seconds > grace / 2 and not self.warned:
-            self.warned = True
-            logger.warning(
-                "saving took %.0f s, and the launcher kills %.0f s after a SIGTERM. Set "
-                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT before `accelerate launch` to a longer time",
-                seconds, grace,
-            )  # fmt: skip
 
     @property
     def protected_step(self) -> int | None:
@@ -464,9 +451,7 @@ class Run:
         return self.best["step"] if self.best and self.config.load_best_model_at_end else None
 
     def _publish(self, final: Path, protected: int | None) -> None:
-        started = time.monotonic()
         transaction.publish(final)
-        self.publish_seconds = time.monotonic() - started
         transaction.prune(self.checkpoints, self.config.save_total_limit, protected)
 
     def best_folder(self) -> Path:

@@ -117,7 +117,7 @@ FAULTS = {
     "no folder": (
         ["--output_dir", "/proc/run"],
         None,
-        "No such file or directory: '/proc/run'",
+        "output_dir=/proc/run: [Errno 2] No such file or directory: '/proc/run'",
     ),
     "missing model": (
         ["--model_name_or_path", "./no-model"],

@@ -604,26 +604,6 @@ def test_a_file_system_that_puts_no_folder_on_the_disk(
         files.fsync(tmp_path / "file")
 
 
-def test_a_slow_disk_is_told_of_before_it_matters(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A checkpoint is put on it beside the training; the end after a signal waits for that."""
-    publish = transaction.publish
-
-    def slow(*args: Any, **kwargs: Any) -> None:
-        time.sleep(0.6)
-        publish(*args, **kwargs)
-
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")
-    monkeypatch.setattr(transaction, "publish", slow)
-    monkeypatch.setattr(
-        loop, "update", lambda run, update=loop.update: (time.sleep(0.3), update(run))
-    )
-    train.main([*words, "--save_steps", "6"])
-    assert "Set TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in capsys.readouterr().err
-
-
 def test_a_file_system_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
