@@ -1,9 +1,9 @@
 """What a run is at an update, saved and loaded as one thing by all ranks together.
 
 `Accelerator.save_state` writes model, optimizer, loss scaler and every rank's random numbers.
-Beside them stand trainer_state.json (schedule, plan position, metrics so far; JSON, since what is
-registered for checkpointing is unpickled) and the model's config and tokenizer, so that a
-checkpoint of one process or DDP is a Hugging Face folder.
+Beside them stand trainer_state.json (the step, by which plan and schedule go on, and metrics so
+far; JSON, since what is registered for checkpointing is unpickled) and the model's config and
+tokenizer, so that a checkpoint of one process or DDP is a Hugging Face folder.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ RUN_STATE = (  # a run's own, by name
     "passed_over",
 )  # fmt: skip
 TRAINER_STATE_KEYS = {
-    *RUN_STATE, "num_processes", "device", "devices", "identity", "scheduler", "loss_sums",
-    "validation_data", "mixed_precision", "steps_per_epoch", "accumulation_steps",
+    *RUN_STATE, "num_processes", "device", "devices", "identity", "loss_sums", "validation_data",
+    "mixed_precision", "accumulation_steps",
 }  # fmt: skip
 
 
@@ -241,7 +241,7 @@ def check_same_run(
     """
     differences = [
         f"{key}: {saved.get(key)!r} in the checkpoint, {value!r} in this job"
-        + " (of other parameters: it cannot be allowed)" * (key in allowed)
+        + " (other parameters, or groups of them: it cannot be allowed)" * (key in allowed)
         + f" (`accelerate launch --{key} {saved.get(key)}`)" * (key == "mixed_precision")
         for key, value in identity.items()
         if saved.get(key) != value
@@ -255,9 +255,13 @@ def check_same_run(
 
 
 def _can_differ(key: str, saved: Any, wanted: Any) -> bool:
-    """Other label names are a choice, another number of them, or other adapters, another model."""
+    """Other label names are a choice, another number of them, or other adapters, another model; a
+    rate for each layer makes other groups of parameters than one for all.
+    """
     if key == "labels":
         return len(saved or ()) == len(wanted)
+    if key == "layerwise_lr_decay":
+        return None not in (saved, wanted)
     return key not in ("lora_r", "lora_target_modules", "freeze")
 
 

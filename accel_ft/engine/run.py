@@ -25,7 +25,7 @@ from accel_ft.data.plan import Plan
 from accel_ft.data.splits import Split, Splits
 from accel_ft.engine.evaluation import evaluate
 from accel_ft.engine.graphs import Graphs
-from accel_ft.errors import CheckpointError, Preempted
+from accel_ft.errors import Preempted
 from accel_ft.model import adapters
 from accel_ft.runtime.logging import TERMINAL, EventLog, progress_bar
 from accel_ft.runtime.profile import SKIPPED, make_profiler
@@ -183,34 +183,21 @@ class Run:
             there = there | {"mixed_precision": saved["mixed_precision"]}
         state.check_same_run(folder, there, here, self.config.allow_changed)
         groups = self.scheduler.optimizer.param_groups
-        num_saved = len(saved["scheduler"]["base_lrs"])
-        if len(groups) != num_saved:  # which torch tells of in as many ways as there are strategies
-            raise CheckpointError(
-                f"{folder}: its parameters stand in {num_saved} groups, this job's in "
-                f"{len(groups)} (layerwise_lr_decay, freeze). Fix: as it was, or another output_dir"
-            )
         fresh = [{key: group[key] for key in ("initial_lr", "weight_decay")} for group in groups]
         devices = self.watch.tell(self.accelerator.device.index or 0)
         state.load(self.accelerator, folder, saved, self.config.seed, devices)
         # What was recorded multiplies by the loss scale of before.
         graphs = self.graphs
         self.graphs = Graphs(graphs.parameters, graphs.most_tokens, graphs.adds)
+        for name in state.RUN_STATE:
+            setattr(self, name, saved[name])
         # What allow_changed lets differ, and a schedule over more updates, hold from here on.
-        done, base_lrs = saved["scheduler"]["last_epoch"], self.scheduler.base_lrs
-        lambdas = self.scheduler.lr_lambdas
-        rates = [base * factor(done) for base, factor in zip(base_lrs, lambdas, strict=True)]
-        if rates != saved["scheduler"]["_last_lr"]:
-            logger.info(
-                "the schedule is that of this start's settings: the next learning rate is %.3g",
-                rates[0],
-            )
-        schedule = {"base_lrs": base_lrs, "_last_lr": rates}
-        self.scheduler.load_state_dict(saved["scheduler"] | schedule)
+        lambdas = zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True)
+        rates = [base * factor(self.step) for base, factor in lambdas]
+        vars(self.scheduler).update(last_epoch=self.step, _step_count=self.step + 1, _last_lr=rates)
         groups = self.scheduler.optimizer.param_groups
         for group, settings, rate in zip(groups, fresh, rates, strict=True):
             group.update(settings, lr=rate)
-        for name in state.RUN_STATE:
-            setattr(self, name, saved[name])
         self.saved_step = self.step
         self._tell_what_differs(saved)
         self._keep_best(saved["validation_data"])
@@ -221,13 +208,6 @@ class Run:
             self.loss_sum = math.fsum(sums) if rank == 0 else 0.0
 
     def _tell_what_differs(self, saved: dict[str, Any]) -> None:
-        here, there = self.plan.steps_per_epoch, saved["steps_per_epoch"]
-        if there != here:
-            logger.warning(
-                "update %d ended %.2f epochs of the checkpoint's and is taken for %.2f of this "
-                "job's: rows are trained more, or less, often",
-                self.step, self.step / there, self.step / here,
-            )  # fmt: skip
         parts, before = self.accumulation_steps, saved["accumulation_steps"]
         if parts != before and saved["num_processes"] == self.accelerator.num_processes:
             logger.info(
@@ -426,9 +406,7 @@ class Run:
             "devices": self.watch.tell(self.accelerator.device.index or 0),
             "validation_data": self.splits.validation.fingerprint(),
             "identity": self.identity,
-            "scheduler": self.scheduler.state_dict(),
             "mixed_precision": self.accelerator.mixed_precision,
-            "steps_per_epoch": self.plan.steps_per_epoch,
             "accumulation_steps": self.accumulation_steps,
             "loss_sums": self.watch.tell(self.loss_sum),
         }
