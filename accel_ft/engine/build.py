@@ -11,7 +11,6 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 
-from accel_ft.checkpoint import transaction
 from accel_ft.config import IDENTITY_KEYS, TrainConfig
 from accel_ft.data.loader import Batches, Padding, collate, train_places
 from accel_ft.data.plan import Plan
@@ -186,10 +185,8 @@ def _build_model(
     prepared, and the schedule.
     """
     model, drawn = plain_model(config, accelerator.device, splits.label_names, tokenizer)
-    wanted, published = config.resume_from_checkpoint, config.output_dir / "checkpoints"
-    is_new = wanted is None or (wanted == "latest" and not transaction.list_published(published))
-    if drawn and is_new:
-        logger.info("not in the pretrained weights, drawn anew: %s", ", ".join(drawn))
+    if drawn:
+        logger.info("not in the pretrained weights, drawn at the first start: %s", ", ".join(drawn))
     plain = getattr(model, "get_base_model", lambda: model)()
     if "attention_mask" not in inspect.signature(plain.forward).parameters:  # FNet
         logger.warning(
@@ -199,10 +196,6 @@ def _build_model(
     counts = [0, 0]
     for parameter in model.parameters():  # now: of FSDP1's, each rank sees a share only
         counts[parameter.requires_grad] += parameter.numel()
-    if counts[0]:
-        trained, every = counts[1], sum(counts)
-        share = f"{trained:,} of {every:,} parameters, {100 * trained / every:.1f} %"
-        logger.info("trained: %s", share)
     optimizer = make_optimizer(
         model, scaled_learning_rate(config), config.weight_decay, config.layerwise_lr_decay
     )

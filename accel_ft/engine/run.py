@@ -28,7 +28,7 @@ from accel_ft.engine.graphs import Graphs
 from accel_ft.errors import Preempted
 from accel_ft.model import adapters
 from accel_ft.runtime.logging import TERMINAL, EventLog, progress_bar
-from accel_ft.runtime.profile import SKIPPED, make_profiler
+from accel_ft.runtime.profile import make_profiler
 from accel_ft.runtime.trackers import Trackers
 from accel_ft.runtime.watch import Watch
 
@@ -135,11 +135,7 @@ class Run:
             shown = self.accelerator.is_main_process
             self.bar = progress_bar(self.step, self.num_steps, shown)
             if self.config.profile:
-                rank, left = self.accelerator.process_index, self.num_steps - self.step
-                if left <= SKIPPED:
-                    logger.warning(
-                        "profile: %d updates are left, it begins after %d", left, SKIPPED
-                    )
+                rank = self.accelerator.process_index
                 self.profiler = make_profiler(self.output_dir / "profile", rank)
                 self.profiler.start()
         self._leave_loader()

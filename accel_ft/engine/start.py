@@ -97,11 +97,6 @@ def start_or_resume(run: Run) -> None:
             _checked_receipt(run)
         run.resume(folder)
         logger.info("resumed from %s: %d of %d updates done", folder, run.step, run.num_steps)
-        if run.step > run.num_steps:
-            logger.warning(
-                "it was trained for more updates than are asked for (num_train_epochs, max_steps): "
-                "nothing is trained, its model is left as it is"
-            )
     elif has_ended:
         raise CheckpointError(
             f"{run.output_dir}: holds a finished run, whose checkpoints are gone: it cannot go on. "
@@ -145,11 +140,11 @@ def _announce(run: Run) -> None:
         )  # fmt: skip
     logger.info(
         "training: %d rows, %d updates of %d samples (%d an epoch; %d done), ranks x accumulation "
-        "steps x samples: %d x %d x %d; %.1f million parameters, %.1f trained; %s, precision %s",
+        "steps x samples: %d x %d x %d; %.1f million parameters, %.3g %% trained; %s, precision %s",
         rows, run.num_steps, size, run.plan.steps_per_epoch, run.step,
         accelerator.num_processes, run.accumulation_steps, math.ceil(size / run.num_micro_batches),
-        run.num_parameters / 1e6, run.num_trained / 1e6, accelerator.device.type,
-        accelerator.mixed_precision,
+        run.num_parameters / 1e6, 100 * run.num_trained / run.num_parameters,
+        accelerator.device.type, accelerator.mixed_precision,
     )  # fmt: skip
 
 
