@@ -123,11 +123,6 @@ def find(watch: Watch, root: Path, wanted: str | None) -> Path | None:
                 found = newest_sound(root)
             else:
                 found = Path(wanted)
-                if not (found.name.startswith("step_") or (found / TRAINER_STATE).exists()):
-                    raise CheckpointError(
-                        f"resume_from_checkpoint={wanted}: is no checkpoint. Fix: `latest` to go "
-                        "on with output_dir, or one of a run's checkpoints/step_..."
-                    )
                 check(found)
         except CheckpointError as error:
             fault = error

@@ -134,7 +134,8 @@ def verify(folder: Path) -> None:
         entries = dict(json.loads(text)["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         _let_pass(error, folder / MANIFEST)
-        raise CheckpointError(f"{folder}: no readable {MANIFEST} ({error})") from error
+        words = f"is no checkpoint, or a damaged one: no readable {MANIFEST} ({error})"
+        raise CheckpointError(f"{folder}: {words}") from error
     found = {path.relative_to(folder).as_posix() for path in _files(folder)} - {MANIFEST}
     faults = [f"{name} is missing" for name in sorted(entries.keys() - found)]
     faults += [f"{name} is of unknown origin" for name in sorted(found - entries.keys())]

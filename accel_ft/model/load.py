@@ -42,7 +42,7 @@ def resolve(name: str, key: str = "model_name_or_path") -> str:
     if not name.startswith(PACKAGE):
         place = Path(name)
         if place.is_dir():
-            if not any((place / file).exists() for file in ("config.json", "adapter_config.json")):
+            if not (place / "config.json").exists():
                 of_run = (place / "model" / "config.json").is_file()
                 fix = place / "model" if of_run else "the folder that `save_pretrained` wrote"
                 raise ConfigError(f"{key}={name}: holds no model (no config.json). Fix: {fix}")
