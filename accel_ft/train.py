@@ -88,9 +88,7 @@ def fit(config: TrainConfig) -> None:
 
             repo_id = require_repo(config.repo_id(config.output_dir), config.hub_private_repo)
             config = config.resolved(hub_model_id=repo_id)
-        if is_finished(run):
-            logger.info("%s is finished: nothing to do", config.output_dir)
-        else:
+        if not is_finished(run):
             try:
                 with closing(run.trackers), closing(run):
                     if config.preflight == "auto":

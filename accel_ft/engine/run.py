@@ -222,23 +222,18 @@ class Run:
         """
         if self.best is None:
             return
-        metric, config, is_whole = self.best["metric"], self.config, self.step >= self.num_steps
+        metric, rule = self.best["metric"], self.config.best_rule
         is_needed = self.protected_step not in (None, self.step)  # or it was just loaded
-        what = ""
-        if is_needed and not state.is_sound(self.watch, self.best_folder()):
-            what = "whose checkpoint is gone or damaged"
-        elif metric != config.best_rule and not is_whole:
-            what = f"of {metric}"
-        elif metric != config.best_rule and config.load_best_model_at_end:
+        is_lost = is_needed and not state.is_sound(self.watch, self.best_folder())
+        is_other = metric != rule and self.step < self.num_steps
+        is_other |= rows != self.splits.validation.fingerprint() and not self.is_over
+        if is_lost or is_other:
             logger.warning(
-                "best stays that of %s: no update is left to choose one by %s",
-                metric, config.best_rule,
-            )  # fmt: skip
-        elif rows != self.splits.validation.fingerprint() and not self.is_over:
-            what = "on other validation rows"
-        if what:
-            logger.warning("best was that %s: best starts anew", what)
+                "best starts anew: it was by %s, on other rows, or its checkpoint is lost", metric
+            )
             self.best, self.num_worse = None, 0
+        elif metric != rule and self.config.load_best_model_at_end:
+            logger.warning("best stays that of %s: no update is left to choose by %s", metric, rule)
 
     def global_weight(self, step: int) -> float:
         """Return the weight of update `step`'s whole global batch."""

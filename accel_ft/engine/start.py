@@ -41,23 +41,21 @@ def is_finished(run: Run) -> bool:
     chosen = receipt.get("selection", wanted)
     if not is_whole and chosen["metric"] != wanted["metric"]:
         return False  # it was another one that got no better
-    if step > run.num_steps:
-        logger.info("it was trained for %d updates, %d are asked for", step, run.num_steps)
     if wanted["takes_best"] and chosen["metric"] not in (None, wanted["metric"]):
         logger.warning(
             "its model was chosen by %s; no update is left to choose one by %s",
             chosen["metric"], wanted["metric"],
         )  # fmt: skip
-    rows, before = _fingerprints(run), receipt["data"]
-    splits = ("validation", "test")
-    changed = [f"other {name} rows" for name in splits if rows.get(name) != before.get(name)]
-    changed += ["another model"] * (chosen["takes_best"] != wanted["takes_best"])
+    rows = _fingerprints(run) | {"train": receipt["data"]["train"]}
     parts = (any((run.output_dir / "model").glob(p)) for p in ("config.json", "*.safetensors"))
-    changed += ["its model/ is gone, or a part of it"] * (not all(parts))
-    if changed:
-        what = " and ".join(changed)
-        logger.info("%s is finished; its end is made anew: %s", run.output_dir, what)
-    return not changed
+    is_kept = chosen["takes_best"] == wanted["takes_best"] and all(parts)
+    is_done = is_kept and rows == receipt["data"]
+    anew = "its end is made anew, for other rows, another choice or a lost part of its model"
+    logger.info(
+        "%s is finished: %s (%d of %d updates done)",
+        run.output_dir, "nothing to do" if is_done else anew, step, run.num_steps,
+    )  # fmt: skip
+    return is_done
 
 
 def _selection(config: TrainConfig) -> dict[str, Any]:

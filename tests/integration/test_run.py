@@ -220,7 +220,7 @@ def test_a_finished_run_is_measured_on_other_rows(
     words = ["--config", str(run / "config.yaml"), "--output_dir", str(run)]
     train.main([*words, "--test_file", str(rows_file), *LATEST])
     told = capsys.readouterr()
-    assert "its end is made anew: other test rows\n" in told.err
+    assert "its end is made anew" in told.err
     events = events_of(run)
     assert [e["event"] for e in events].count("test") == 1
     train_rows = evaluate_scores(run, rows_file)
@@ -348,7 +348,7 @@ def test_a_finished_run_whose_model_was_moved(
     words = ["--config", str(run / "config.yaml"), "--output_dir", str(run)]
     train.main([*words, "--resume_from_checkpoint", "latest"])
     told = capsys.readouterr()
-    assert "is finished; its end is made anew: its model/ is gone" in told.err
+    assert "is finished: its end is made anew" in told.err
     assert f"model: {run}/model" in told.out
     assert run_hash(run) == run_hash(finished)
 
