@@ -345,7 +345,7 @@ class TrainConfig(HubConfig, DataConfig):
     allow_changed: Names = ()
     """What may differ between a checkpoint and this job: train_data, labels, mixed_precision, or
     keys that shape training, such as learning_rate (a wrong name is answered with all); any other
-    difference ends a resume."""
+    difference ends a resume. mixed_precision, of a run that is reproduced, too."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """When loss or gradients are not finite: stop; skip the update; or rollback to the last
     checkpoint and pass over that batch. An overflow of fp16 is no such case: the update is left

@@ -16,6 +16,7 @@ from typing import Any
 from accel_ft.config import METRICS, TrainConfig
 from accel_ft.errors import (
     DOCTOR,
+    CheckpointError,
     ConfigError,
     Preempted,
     RankError,
@@ -25,7 +26,7 @@ from accel_ft.errors import (
     run_command,
 )
 from accel_ft.runtime.memory import restart_with_better_malloc
-from accel_ft.settings import parse, settings_to_reproduce
+from accel_ft.settings import parse, read_receipt, settings_to_reproduce
 
 logger = logging.getLogger("accel_ft.train")  # run with -m, its name is __main__
 
@@ -56,6 +57,7 @@ def fit(config: TrainConfig) -> None:
     check_first_rows(config)  # the imports that follow take seconds
     if config.lora_r is not None:
         require("lora", "LoRA", "peft")
+    from accel_ft.checkpoint.state import check_same_run
     from accel_ft.diagnosis.job import preflight
     from accel_ft.engine.build import build
     from accel_ft.engine.loop import train
@@ -73,6 +75,9 @@ def fit(config: TrainConfig) -> None:
     )
     rank, is_main = accelerator.process_index, accelerator.is_main_process
     setup_logging(is_main)
+    if config.reproduce is not None:
+        was, now = read_receipt(config.reproduce)["strategy"], accelerator.mixed_precision
+        check_same_run(config.reproduce, was, {"mixed_precision": now}, config.allow_changed)
     ranks = config.output_dir / "ranks"
     try:
         ranks.mkdir(parents=True, exist_ok=True)
@@ -151,7 +156,14 @@ def _describe(config: TrainConfig, label_names: list[str], events: list[dict[str
         except Exception as error:  # the model is there, and more worth than its picture
             logger.warning("the report could not be written: %s", str(error) or repr(error))
     card = model_card(label_names, told, *results(events))  # the last thing: it says all is there
-    write_whole(config.output_dir / "model" / "README.md", card)
+    place = config.output_dir / "model" / "README.md"
+    try:
+        write_whole(place, card)
+    except OSError as error:
+        raise CheckpointError(
+            f"{place}: cannot be written ({error.strerror}); all else is done. Fix: room on its "
+            "disk, then the same command with --resume_from_checkpoint latest"
+        ) from error
 
 
 def _finish(config: TrainConfig, events: list[dict[str, Any]]) -> None:

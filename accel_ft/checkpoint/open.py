@@ -14,6 +14,7 @@ from accel_ft.errors import CheckpointError
 from accel_ft.model import adapters, load
 from accel_ft.model.first_token import leave_out_the_rest
 from accel_ft.runtime.launch import is_compiled
+from accel_ft.runtime.logging import read_events
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ def model_folder(path: str) -> str:
     """Return the Hugging Face folder inside what a user calls a checkpoint.
 
     Args:
-        path: a run's folder (its model/, or where there is none its newest checkpoint), a
+        path: a run's folder (its model/, or where that is not written yet its newest checkpoint), a
             published checkpoint, or any Hugging Face folder, Hub id or package:// model, which are
             returned as they are.
 
@@ -126,6 +127,11 @@ def model_folder(path: str) -> str:
         newest = state.newest_sound(folder / "checkpoints")
         if newest is None:
             raise CheckpointError(f"{path}: has no checkpoint yet")
-        logger.warning("%s has no final model; taking %s", path, newest.name)
+        if any(event["event"] == "end" for event in read_events(folder / "metrics.jsonl")):
+            raise CheckpointError(
+                f"checkpoint={path}: its model/ is gone. Fix: its command with "
+                f"--resume_from_checkpoint latest makes it anew; or --checkpoint {newest}"
+            )
+        logger.warning("%s has no final model yet; taking %s", path, newest.name)
         return str(newest)
     return path

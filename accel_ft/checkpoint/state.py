@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch.distributed.checkpoint.api import CheckpointException
@@ -25,6 +26,7 @@ from accel_ft.runtime.watch import Watch
 logger = logging.getLogger(__name__)
 
 TRAINER_STATE = "trainer_state.json"
+NO_SEED = 2**62 + 1  # of no run: keys fit 32 bits
 RUN_STATE = (  # a run's own, by name
     "step", "loss_weight", "best", "num_worse", "eval_is_due", "num_nonfinite", "newest_nonfinite",
     "passed_over",
@@ -102,13 +104,16 @@ def check(folder: Path) -> None:
     trust.refuse_code(folder)
 
 
-def find(watch: Watch, root: Path, wanted: str | None) -> Path | None:
+def find(
+    watch: Watch, root: Path, wanted: str | None, unwanted: Collection[int] = ()
+) -> Path | None:
     """Return the checkpoint to resume from, verified, the same on every rank; None to start from
     the beginning. Collective.
 
     Args:
         root: the run's checkpoints folder.
         wanted: `latest`, a checkpoint's folder, or None.
+        unwanted: updates whose checkpoints are not the latest, where there is another.
 
     Raises:
         CheckpointError: `wanted` names a folder that is missing or damaged, or every checkpoint is
@@ -120,7 +125,7 @@ def find(watch: Watch, root: Path, wanted: str | None) -> Path | None:
         try:
             transaction.publish_sealed(root)
             if wanted == "latest":
-                found = newest_sound(root)
+                found = newest_sound(root, unwanted)
             else:
                 found = Path(wanted)
                 check(found)
@@ -148,15 +153,16 @@ def _verifies(folder: Path) -> bool:
     return True
 
 
-def newest_sound(root: Path) -> Path | None:
+def newest_sound(root: Path, unwanted: Collection[int] = ()) -> Path | None:
     """Return the newest checkpoint that verifies, naming the damaged ones passed over; None where
-    there is none.
+    there is none. One of the `unwanted` updates only where there is no other.
 
     Raises:
         CheckpointError: there are checkpoints and all are damaged.
     """
-    published = [folder for _, folder in transaction.list_published(root)]
-    found = next((folder for folder in reversed(published) if _verifies(folder)), None)
+    published = transaction.list_published(root)
+    published.sort(key=lambda each: each[0] not in unwanted)  # those come first, so taken last
+    found = next((folder for _, folder in reversed(published) if _verifies(folder)), None)
     if published and found is None:
         raise CheckpointError(
             f"{root}: no sound checkpoint is left, {len(published)} damaged. "
@@ -191,21 +197,34 @@ def load(
         devices: each rank's number of its device on its machine, by which a GPU's random numbers
             are saved and restored.
     """
+    torch.manual_seed(NO_SEED)  # accelerate tells nobody of random states that it cannot read
     try:
         convert.load_any(accelerator, folder)
     except (Exception, CheckpointException) as error:  # a foreign file fails in any way
         raise CheckpointError(f"{folder}: cannot be loaded: {_told(error)}") from error
+    on_gpu = accelerator.device.type == "cuda"
+    is_lost = NO_SEED in (torch.initial_seed(), torch.cuda.initial_seed() if on_gpu else 0)
     accelerator.step = 0  # counts micro steps; a checkpoint stands between two updates
     saved = (trainer_state["num_processes"], trainer_state["device"])
     here = (accelerator.num_processes, accelerator.device.type)
-    if saved != here or trainer_state["devices"] != devices:
+    why, level = "", logging.INFO
+    if saved != here:
+        why = "saved by {} processes ({}), resumed by {} ({})".format(*saved, *here)
+    elif trainer_state["devices"] != devices:
+        why = f"resumed on other devices: {devices} for {trainer_state['devices']}"
+    elif is_lost:
+        why, level = (
+            f"rank {accelerator.process_index} cannot read its random states",
+            logging.ERROR,
+        )
+    if why:
         set_seed(seed + trainer_state["step"], device_specific=True)
-        logger.info(
-            "saved by %d processes (%s), resumed by %d (%s)%s: weights, optimizer, schedule and "
-            "data order carry over, the random streams of dropout cannot; they start anew from "
-            "seed + step",
-            *saved, *here, ", on other devices" * (saved == here),
-        )  # fmt: skip
+        logger.log(
+            level,
+            "%s: weights, optimizer, schedule and data order carry over, the random streams of "
+            "dropout cannot; they start anew from seed + step",
+            why,
+        )
 
 
 def read_weights(folder: Path) -> dict[str, Any]:

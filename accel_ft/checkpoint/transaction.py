@@ -34,6 +34,7 @@ MANIFEST = "manifest.json"
 STAGING_PREFIX = ".staging-"
 SEALED_PREFIX = ".sealed-"
 ASIDE_PREFIX = "damaged-"
+STRAY = re.compile(r"(^|/)(\.nfs|\._|\.DS_Store$)[^/]*$")  # what file systems and Finder leave
 DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 
 
@@ -138,7 +139,8 @@ def verify(folder: Path) -> None:
         raise CheckpointError(f"{folder}: {words}") from error
     found = {path.relative_to(folder).as_posix() for path in _files(folder)} - {MANIFEST}
     faults = [f"{name} is missing" for name in sorted(entries.keys() - found)]
-    faults += [f"{name} is of unknown origin" for name in sorted(found - entries.keys())]
+    strange = [name for name in sorted(found - entries.keys()) if not STRAY.search(name)]
+    faults += [f"{name} is of unknown origin" for name in strange]
     faults += [f"{MANIFEST} is damaged"] * (text != _manifest(entries))
     for name in sorted(found & entries.keys()):
         try:

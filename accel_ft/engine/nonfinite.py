@@ -116,19 +116,26 @@ def may_skip(run: Run) -> bool:
     message = f"update {number}: {what}; samples {shown} of {run.splits.train.store.name}"
     if policy == "stop" or run.num_nonfinite > IN_A_ROW:
         _write_event(run, "stop", number, ids, losses, run.step)
-        newest = [path.name for _, path in transaction.list_published(run.checkpoints)][-1:]
+        first = number - run.num_nonfinite  # the updates made when the weights were these already
+        published = [(-1, "none")] + [
+            (step, path.name) for step, path in transaction.list_published(run.checkpoints)
+        ]
+        newest = published[-1][1]
+        older = next(name for step, name in reversed(published) if step < first)
         in_a_row = f", after {IN_A_ROW} others in a row" * (policy != "stop")
         pass_over = ", or on_nonfinite: skip or rollback" * (policy == "stop")
         raise UserError(
             f"{message}, counted from 0{in_a_row}. The weights are those of update {outcome.step}; "
-            f"the newest checkpoint is {newest[0] if newest else 'none'}. Fix: "
-            + ("sound pretrained weights, smaller class_weights or labels; " * (number == 1))
+            f"the newest checkpoint is {newest}"
+            + f", the newest of other weights {older}" * (older != newest)
+            + ". Fix: "
+            + ("sound pretrained weights, smaller class_weights or labels; " * (first == 0))
             + "a lower learning_rate, more warmup_steps, mixed_precision bf16 or no instead of fp16"
             + pass_over
         )
     logger.warning("%s: %s", message, policy)
     if policy == "rollback":
-        _roll_back_to_newest(run, outcome.step)
+        _roll_back(run, outcome.step)
     # One that is skipped comes again at a resume from before it; so does a rollback, where none of
     # the checkpoints written since tells of it.
     _write_event(run, policy, number, ids, losses, number if policy == "skip" else run.step)
@@ -160,9 +167,14 @@ def _write_event(
     )
 
 
-def _roll_back_to_newest(run: Run, sick_step: int) -> None:
-    """Load the newest sound checkpoint, and leave the present batch out from now on."""
-    folder = state.find(run.watch, run.checkpoints, "latest")
+def _roll_back(run: Run, sick_step: int) -> None:
+    """Load the newest sound checkpoint, and leave the present batch out from now on; an older one
+    where every update since the newest was left out, for then it is sick itself.
+    """
+    first = sick_step
+    while first - 1 in run.passed_over:
+        first -= 1
+    folder = state.find(run.watch, run.checkpoints, "latest", range(first, sick_step))
     assert folder is not None  # `rollback` saves before the first update
     if run.accelerator.is_main_process:
         published = [path for _, path in transaction.list_published(run.checkpoints)]

@@ -25,7 +25,7 @@ from accel_ft.data.plan import Plan
 from accel_ft.data.splits import Split, Splits
 from accel_ft.engine.evaluation import evaluate
 from accel_ft.engine.graphs import Graphs
-from accel_ft.errors import Preempted
+from accel_ft.errors import CheckpointError, Preempted
 from accel_ft.model import adapters
 from accel_ft.runtime.logging import TERMINAL, EventLog, progress_bar
 from accel_ft.runtime.profile import make_profiler
@@ -279,7 +279,7 @@ class Run:
         """Stop after a signal; the state is saved."""
         self.settle()
         name = signal.Signals(self.stop_signal).name
-        with contextlib.suppress(OSError):  # what matters is saved
+        with contextlib.suppress(CheckpointError):  # what matters is saved
             self.events.write("preempted", step=self.step, signal=name)
         self.watch.wait()  # a rank that ends first has the launcher end the others
         raise Preempted(
@@ -408,8 +408,12 @@ class Run:
             self.accelerator, self.watch, final, trainer_state, [p for p in parts if p is not None]
         )
         self.saved, self.saved_step = final, self.step
+        # While updates are not finite, older checkpoints may be the only ones that are well.
+        keep = None if self.num_nonfinite else self.config.save_total_limit
         if self.accelerator.is_main_process:
-            self.publication = self.publisher.submit(self._publish, final, self.protected_step)
+            self.publication = self.publisher.submit(
+                self._publish, final, keep, self.protected_step
+            )
         seconds = time.monotonic() - started
         self.events.write("save", step=self.step, seconds=round(seconds, 3))
         self.timed_since += seconds
@@ -419,9 +423,9 @@ class Run:
         """Update of the best checkpoint, where that is to be kept."""
         return self.best["step"] if self.best and self.config.load_best_model_at_end else None
 
-    def _publish(self, final: Path, protected: int | None) -> None:
+    def _publish(self, final: Path, keep: int | None, protected: int | None) -> None:
         transaction.publish(final)
-        transaction.prune(self.checkpoints, self.config.save_total_limit, protected)
+        transaction.prune(self.checkpoints, keep, protected)
 
     def best_folder(self) -> Path:
         """The best evaluation's checkpoint."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from accel_ft.errors import CheckpointError
 from accel_ft.runtime.files import fsync, to_json, write_whole
 
 MEASURED = ("train", "eval", "test")  # events of what a run computes; the others are its timeline
@@ -88,21 +89,31 @@ class EventLog:
         self.path, self.writes, self.listener = path, writes, listener
 
     def write(self, event: str, step: int, **values: Any) -> None:
-        """Append an event; it is in the hands of the operating system when this returns."""
+        """Append an event; it is in the hands of the operating system when this returns.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
         if self.writes:
             line = {"event": event, "step": step, **values}
             if event not in MEASURED:
                 line["time"] = datetime.now(UTC).isoformat(timespec="seconds")
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(to_json(line) + "\n")
+            try:
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write(to_json(line) + "\n")
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.path}: cannot be written ({error.strerror}). Fix: room on its disk, "
+                    "then the same command with --resume_from_checkpoint latest"
+                ) from error
         self.listener(event, step, values)
 
     def rewind(
         self, step: int, eval_is_due: bool = False, passed_over: Collection[int] = ()
     ) -> None:
         """Drop the events of later updates than `step` (and a half-written last line), which will
-        come again, as will the evaluation of `step` where it is due, and rollbacks whose batch is
-        not `passed_over`; not when and why it was started and stopped.
+        come again, as will the evaluation of `step` where it is due, and rollbacks but those whose
+        batch is `passed_over`; not when and why it was started and stopped.
         """
         if self.writes and self.path.exists():
             kept = [
@@ -112,12 +123,11 @@ class EventLog:
                     event["step"] <= step
                     and event["event"] not in ("test", "end")
                     and not (eval_is_due and (event["step"], event["event"]) == (step, "eval"))
-                    and not (
-                        event.get("policy") == "rollback" and event["update"] - 1 not in passed_over
-                    )
+                    and event.get("policy") != "rollback"
                 )
                 or event["event"] in ("resume", "preempted")
                 or event.get("policy") == "stop"
+                or (event.get("policy") == "rollback" and event["update"] - 1 in passed_over)
             ]
             write_whole(self.path, "".join(json.dumps(event) + "\n" for event in kept))
 

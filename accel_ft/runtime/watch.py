@@ -149,7 +149,11 @@ class Watch:
         self._wake.setblocking(False)
         self._old_handlers = {}
         if threading.current_thread() is threading.main_thread():
+            # `nohup` has one process ignore its terminal's end; torchrun ends of it all the same.
+            spared = (signal.SIGHUP, signal.SIG_IGN) if self.num_ranks == 1 else ()
             for number in STOP_SIGNALS:
+                if (number, signal.getsignal(number)) == spared:
+                    continue
                 self._old_handlers[number] = signal.signal(number, self._interrupt)
                 signal.siginterrupt(number, False)
             self._old_wakeup = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)

@@ -486,8 +486,8 @@ def exception_on_one_rank(bench: Bench, number: int) -> None:
 
 
 def sigterm(bench: Bench, number: int) -> None:
-    """SIGTERM, SIGINT or SIGUSR1 to launcher or worker, at any moment: saved and gone in 10 s; goes on identically."""
-    signals = (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    """SIGTERM, SIGHUP, SIGINT or SIGUSR1 to launcher or worker, at any moment: saved and gone in 10 s; goes on identically."""
+    signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
     num_ranks, by_launcher = 1 + number % 2, number // 2 % 2 == 0
     more = ("--num_train_epochs", 12, "--eval_steps", 2)
     expected = bench.reference(num_ranks, *more)[0]

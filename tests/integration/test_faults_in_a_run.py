@@ -185,6 +185,49 @@ def test_rollback_sets_aside_what_it_passes_over(
     assert sorted(path.name for path in root.iterdir()) == kept
 
 
+def test_a_checkpoint_of_sick_weights_is_passed_over(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finite weights may be such that no loss is: with those of update 4, none is after a rollback."""
+    after, spoilt = Run.after_update, []
+
+    def spoil(run: Run) -> None:
+        if run.step == 3 and not spoilt:
+            spoilt.append(run)
+            with torch.no_grad():
+                run.plain_model().classifier.weight.mul_(1e38)
+        after(run)
+
+    monkeypatch.setattr(Run, "after_update", spoil)
+    words += ["--on_nonfinite", "rollback", "--save_steps", "2", "--max_grad_norm", "0"]
+    train.main([*words, "--save_total_limit", "2"])
+    run = tmp_path / "run"
+    assert [(e["update"], e["step"]) for e in nonfinite(run)] == [(5, 4), (6, 2)]
+    assert (run / "checkpoints/damaged-step_00000004").is_dir()
+    newest = transaction.list_published(run / "checkpoints")[-1]
+    assert newest[0] == 12
+    assert state.read_trainer_state(newest[1])["passed_over"] == [4, 5]
+    assert all(torch.isfinite(value).all() for value in weights(run, 12).values())
+
+
+def test_what_was_saved_before_a_sickness_stays(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of updates that are all left out the checkpoints hold weights that may be sick."""
+    make_sick(monkeypatch, set(range(2 * 4, 200)))
+    words += ["--on_nonfinite", "skip", "--save_steps", "3", "--save_total_limit", "2"]
+    with pytest.raises(UserError, match="update 15: .* after 10 others in a row") as error:
+        train.main([*words, "--max_steps", "30"])
+    kept = transaction.list_published(tmp_path / "run/checkpoints")
+    assert [step for step, _ in kept] == [3, 6, 9, 12]
+    newest = "the newest checkpoint is step_00000012, the newest of other weights step_00000003. "
+    assert newest in str(error.value)
+    monkeypatch.undo()
+    train.main([*words, "--max_steps", "30", *LATEST])  # the sickness is over
+    kept = transaction.list_published(tmp_path / "run/checkpoints")
+    assert [step for step, _ in kept] == [27, 30]
+
+
 def test_a_skip_comes_once_in_the_log_of_a_run_that_goes_on(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -631,6 +674,27 @@ def test_a_watch_leaves_the_process_as_it_was(tmp_path: Path) -> None:
     beat = json.loads((tmp_path / "rank_00000.json").read_text())
     assert (beat["failed"], beat["ended"]) == ("ValueError: cheese", False)
     assert "ValueError: cheese" in (tmp_path / "rank_00000.log").read_text()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_nohup_is_heeded_where_the_launcher_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
+) -> None:
+    """torchrun ends its ranks at the end of a terminal, in spite of nohup: they are to save."""
+    monkeypatch.setattr(Watch, "_find_lost", lambda *_, **__: None)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        watch = Watch(tmp_path, 0, 1, 60)
+        watch.num_ranks = num_ranks
+        with watch:
+            watch.stage("step 1", can_save=True)
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.5)
+            assert watch.stop_signal == (0 if num_ranks == 1 else signal.SIGHUP)
+            watch.num_ranks = 1
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_watch_of_many_ranks_acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """What a user does around a run: changes in between, the Python API, fitting, hand-over."""
 
+import errno
 import io
 import json
 import re
@@ -157,6 +158,44 @@ def test_a_full_disk_is_met_before_the_old_model_goes(
         train.main([*words, "--num_train_epochs", "4", *LATEST])
     assert (tmp_path / "run/model/model.safetensors").is_file()
     assert events_of(tmp_path / "run")[-1]["event"] == "end"
+
+
+def test_a_disk_that_is_full_when_a_line_or_the_card_is_written(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accel_ft.runtime import files
+
+    run, write_whole = tmp_path / "run", files.write_whole
+    whole = Path.open
+
+    class Full(io.StringIO):
+        def close(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")  # as a file does, without a name
+
+    def opened(path: Path, mode: str = "r", **kwargs: Any) -> Any:
+        is_log = path.name == "metrics.jsonl" and mode == "a" and path.exists()
+        return Full() if is_log else whole(path, mode, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", opened)
+        told = r"run/metrics.jsonl: cannot be written \(No space left on device\). Fix: room on its"
+        with pytest.raises(CheckpointError, match=told):
+            train.main(words)
+
+    def write(path: Path, text: str) -> None:
+        if path.name == "README.md":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_whole(path, text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_whole", write)
+        with pytest.raises(
+            CheckpointError, match=r"model/README.md: .* \(No space .* all else is do"
+        ):
+            train.main([*words, *LATEST])
+    assert events_of(run)[-1]["event"] == "end"
+    train.main([*words, *LATEST])
+    assert (run / "model/README.md").is_file()
 
 
 @pytest.mark.parametrize("where", ["model_config", "rows"])

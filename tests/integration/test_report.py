@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from accel_ft import report, train
 from accel_ft.config import TrainConfig
-from accel_ft.errors import ConfigError, UserError
+from accel_ft.errors import CheckpointError, ConfigError, UserError
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -223,9 +223,6 @@ def test_calibration_and_intervals() -> None:
 def test_a_run_is_reproduced(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-
-    from accel_ft.errors import UserError
-
     train.main(words)
     capsys.readouterr()
     train.main(["--reproduce", str(tmp_path / "run")])
@@ -247,8 +244,13 @@ def test_a_run_is_reproduced(
     was = receipt.read_text().replace('"mixed_precision": "no"', '"mixed_precision": "bf16"')
     receipt.write_text(was.replace('"threads": 1', '"threads": 96'))
     third = ["--reproduce", str(tmp_path / "run"), "--output_dir", str(tmp_path / "third")]
+    with pytest.raises(
+        CheckpointError, match=r"mixed_precision: 'bf16' .* 'no' in this job \(`acc"
+    ):
+        train.main(third)
+    assert not (tmp_path / "third").exists()
     with pytest.raises(UserError, match="not reproduced") as caught:
-        train.main([*third, "--learning_rate", "2e-3"])
+        train.main([*third, "--learning_rate", "2e-3", "--allow_changed", "mixed_precision"])
     assert "receipt strategy.mixed_precision: bf16 | no\n" in str(caught.value)
     assert "receipt machine.threads: 96 | 1\n" in str(caught.value)
     assert "setting learning_rate: 0.001 | 0.002" in str(caught.value)
@@ -300,8 +302,6 @@ def test_a_reproduction_says_where_it_differs_and_why(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_model: Path
 ) -> None:
     """Of a run that was stopped, that logged now and then, and whose pretrained weights are others now."""
-    from accel_ft.errors import UserError
-
     encoder = tmp_path / "encoder"
     shutil.copytree(tiny_model, encoder)
     words += ["--model_name_or_path", str(encoder), "--logging_steps", "4"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
 
 from accel_ft.checkpoint import convert, state, transaction
 from accel_ft.checkpoint.open import model_folder
@@ -145,6 +146,16 @@ def test_damage_is_found_and_passed_over(
         state.newest_sound(tmp_path)
 
 
+@pytest.mark.parametrize("name", [".DS_Store", "._weights", ".nfs0000000300000001"])
+def test_what_a_file_system_leaves_is_no_damage(tmp_path: Path, name: str) -> None:
+    folder = publish(tmp_path, 9)
+    (folder / "inner" / name).touch()
+    transaction.verify(folder)
+    (folder / "inner" / ".metadata").touch()  # which torch would read
+    with pytest.raises(CheckpointError, match="inner/.metadata is of unknown origin"):
+        transaction.verify(folder)
+
+
 def test_what_cannot_be_read_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -249,10 +260,9 @@ def test_random_numbers_of_another_kind_of_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They cannot be restored: the run says so, and starts them anew."""
-    monkeypatch.setattr(convert, "load_any", lambda *_: None)
+    monkeypatch.setattr(convert, "load_any", lambda *_: torch.manual_seed(1))
     accelerator = make_accelerator()
     for device in ("cpu", "cuda"):
-        torch.manual_seed(1)
         with caplog.at_level("INFO", logger="accel_ft"):
             saved = {"step": 3, "num_processes": 1, "device": device, "devices": [0]}
             state.load(accelerator, tmp_path, saved, 42, [0])
@@ -261,7 +271,30 @@ def test_random_numbers_of_another_kind_of_device(
     assert "saved by 1 processes (cpu)" not in caplog.text
     with caplog.at_level("INFO", logger="accel_ft"):  # a GPU's are saved by its number
         state.load(accelerator, tmp_path, saved | {"device": "cpu", "devices": [5]}, 42, [0])
-    assert "resumed by 1 (cpu), on other devices" in caplog.text
+    assert "resumed on other devices: [0] for [5]" in caplog.text
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_random_numbers_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, there: bool
+) -> None:
+    """accelerate swallows the error; the run tells, as its dropout is another than it would be."""
+
+    def load_any(accelerator: Any, folder: Path) -> None:
+        load_accelerator_state(str(folder), [], [], [], [], 0)
+
+    monkeypatch.setattr(convert, "load_any", load_any)
+    accelerator = make_accelerator()
+    torch.manual_seed(7)
+    drawn = torch.get_rng_state()
+    save_accelerator_state(str(tmp_path), [], [], [], [], 0, 0)
+    if not there:
+        (tmp_path / "random_states_0.pkl").write_bytes(b"of another version")
+    saved = {"step": 3, "num_processes": 1, "device": "cpu", "devices": [0]}
+    state.load(accelerator, tmp_path, saved, 42, [0])
+    assert torch.equal(torch.get_rng_state(), drawn) == there
+    assert ("rank 0 cannot read its random states: weights" in caplog.text) != there
+    assert torch.initial_seed() == (7 if there else 45)
 
 
 @pytest.mark.parametrize("text", ['{"step": 3}', "[]", "null", "{", None])
