@@ -110,4 +110,6 @@ def make_scheduler(config: TrainConfig, optimizer: torch.optim.Optimizer, num_st
     warmup = round(config.warmup_steps)
     if config.warmup_steps < 1:  # of a share one update is left: at the first one the rate is 0
         warmup = min(math.ceil(round(config.warmup_steps * num_steps, 6)), num_steps - 1)
+    # Where the first update is left out torch would warn of the order of steps.
+    optimizer._opt_called = True  # type: ignore[attr-defined]
     return get_scheduler(config.lr_scheduler_type, optimizer, warmup, num_steps)
