@@ -273,10 +273,11 @@ def _open_output(path: str) -> Iterator[Any]:
     if path == "-" and sys.stdout is None:
         raise ConfigError("output=-: standard output is closed. Fix: --output FILE")
     place, final = Path(path), Path(path).resolve()
+    in_place = place.exists() and not (place.is_file() and os.access(final.parent, os.W_OK))
     how: Any = {"encoding": "utf-8", "errors": "backslashreplace"}  # JSON's own way, of half a pair
     if path == "-" and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(**how)
-    if path == "-" or (place.exists() and not place.is_file()):  # a device, a pipe
+    if path == "-" or in_place:  # a device, a pipe, a file in a folder of somebody else
         with nullcontext(sys.stdout) if path == "-" else open(path, "w", **how) as file:
             yield file
         return
@@ -285,6 +286,8 @@ def _open_output(path: str) -> Iterator[Any]:
         final.open("a").close()  # may it be written?
     try:
         with staging.open("w", **how) as file:
+            if final.exists():
+                staging.chmod(final.stat().st_mode & 0o777)
             yield file
     except BaseException:
         staging.unlink(missing_ok=True)

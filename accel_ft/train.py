@@ -18,6 +18,7 @@ from accel_ft.errors import (
     DOCTOR,
     CheckpointError,
     ConfigError,
+    LaunchError,
     Preempted,
     RankError,
     UserError,
@@ -57,7 +58,6 @@ def fit(config: TrainConfig) -> None:
     check_first_rows(config)  # the imports that follow take seconds
     if config.lora_r is not None:
         require("lora", "LoRA", "peft")
-    from accel_ft.checkpoint.state import check_same_run
     from accel_ft.diagnosis.job import preflight
     from accel_ft.engine.build import build
     from accel_ft.engine.loop import train
@@ -76,8 +76,7 @@ def fit(config: TrainConfig) -> None:
     rank, is_main = accelerator.process_index, accelerator.is_main_process
     setup_logging(is_main)
     if config.reproduce is not None:
-        was, now = read_receipt(config.reproduce)["strategy"], accelerator.mixed_precision
-        check_same_run(config.reproduce, was, {"mixed_precision": now}, config.allow_changed)
+        _check_precision(config, config.reproduce, accelerator.mixed_precision)
     ranks = config.output_dir / "ranks"
     try:
         ranks.mkdir(parents=True, exist_ok=True)
@@ -111,6 +110,16 @@ def fit(config: TrainConfig) -> None:
         watch.wait()
     if is_main:
         _finish(config, events)
+
+
+def _check_precision(config: TrainConfig, run: Path, now: str) -> None:
+    """Refuse to reproduce a run in another precision, before it is trained for nothing."""
+    key, was = "mixed_precision", read_receipt(run)["strategy"].get("mixed_precision")
+    if was != now and key not in config.allow_changed:
+        raise LaunchError(
+            f"reproduce={run}: {key} was {was}, now it is {now}. Fix: "
+            f"`accelerate launch --{key} {was}`, or --allow_changed {key}"
+        )
 
 
 @contextmanager

@@ -297,7 +297,7 @@ def class_weights(
     if wanted == "balanced":
         labels = train.labels(np.arange(len(train), dtype=np.int64))
         counts = np.bincount(labels, minlength=len(names))
-        weights = len(train) / (len(names) * np.maximum(counts, 1).astype(np.float64))
+        weights = np.where(counts, len(train) / (len(names) * np.maximum(counts, 1.0)), 0.0)
     elif len(wanted) == len(names):
         weights = np.array(wanted, np.float64)
     else:

@@ -167,11 +167,12 @@ def hub(reachable: Callable[[], bool]) -> Finding:
     Args:
         reachable: asks it, within a few seconds, unless HF_HUB_OFFLINE is set.
     """
-    if reachable():
+    lost = [number for number, reached in enumerate(gather(reachable())) if not reached]
+    if not lost:
         return Verdict.PASS("can be reached")
     return Verdict.SKIP(
-        "cannot be reached, or HF_HUB_OFFLINE is set: models and data come from folders, files or "
-        "its cache"
+        f"rank {listed(lost)} cannot reach it, or has HF_HUB_OFFLINE set: models and data come "
+        "from folders, files or its cache"
     )
 
 

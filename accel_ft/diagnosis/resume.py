@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from accel_ft.diagnosis.finding import Finding, Verdict, gather, listed
 from accel_ft.diagnosis.gradients import own_random_numbers
@@ -52,10 +51,18 @@ def random_state() -> dict[str, Any]:
     return state
 
 
-def _values(state: Any, name: str) -> dict[str, Any]:
-    """What a state holds, by the way to it, as something that compares."""
-    named = tree_leaves_with_path(state)
-    return {name + keystr(path): _comparable(each) for path, each in named if not callable(each)}
+def _values(state: Any, path: str) -> dict[str, Any]:
+    """What a nest of mappings, lists and tuples holds, by the way to it, as what compares."""
+    parts: dict[str, Any] = {}
+    if isinstance(state, Mapping):
+        for key, each in state.items():
+            parts |= _values(each, f"{path}.{key}")
+    elif isinstance(state, list | tuple):
+        for number, each in enumerate(state):
+            parts |= _values(each, f"{path}[{number}]")
+    elif not callable(state):
+        parts[path] = _comparable(state)
+    return parts
 
 
 def _comparable(value: Any) -> Any:

@@ -45,7 +45,8 @@ def _held(value: Any, seen: set[int] | None = None, depth: int = 0) -> Iterator[
         if any(isinstance(vars(type(value)).get(name), FunctionType) for name in PICKLING):
             own = [*parts, *getattr(value, "__dict__", {}).values()]  # it says what a worker gets
             seen |= {id(each) for each in own if isinstance(each, np.ndarray)}
-        for each in parts[:256]:
+        are_alike = isinstance(value, list | tuple | dict | set)
+        for each in parts[:128] if are_alike else parts:
             yield from _held(each, seen, depth + 1)
 
 
@@ -71,23 +72,24 @@ def dataset_tensors(loader: DataLoader[Any]) -> Finding:
     far = []
     with own_random_numbers():
         for row in islice(rows, 1):
-            far += _far("a row", row)
+            far += _far("a row", _held(row))
             with contextlib.suppress(Exception):  # a collate_fn that wants more rows
-                far += _far("a batch", loader.collate_fn([row]))
-    far += _far("the data set", dataset)
+                far += _far("a batch", _held(loader.collate_fn([row])))
+    held = list(_held(dataset))
+    far += _far("the data set", held)
     if far and workers > 0:
         return Verdict.FAIL(
             f"{listed(far)}, with {workers} workers: they cannot use the parent's device",
             "yield tensors on the CPU and move each batch (accelerate's loader does), or "
             "num_workers=0",
         )
-    copied = [words for part in _held(dataset) if (words := _copied(part, loader))]
+    copied = [words for part in held if (words := _copied(part, loader))]
     if copied and workers > 0:
         return Verdict.WARN(
             f"each of {workers} workers copies {listed(copied)}",
             "a tensor, or a memory-mapped file (numpy.memmap, Arrow) that each worker opens itself",
         )
-    far += _far("collate_fn", loader.collate_fn)  # which may leave it alone
+    far += _far("collate_fn", _held(loader.collate_fn))  # which may leave it alone
     if far:
         return Verdict.WARN(listed(far), "yield tensors on the CPU: each row is a copy of its own")
     return Verdict.PASS(
@@ -95,9 +97,9 @@ def dataset_tensors(loader: DataLoader[Any]) -> Finding:
     )
 
 
-def _far(owner: str, value: Any) -> list[str]:
-    """The tensors that `owner` holds and that are not on the CPU."""
-    far = [tensor for tensor in _tensors(_held(value)) if tensor.device.type != "cpu"]
+def _far(owner: str, held: Iterable[Any]) -> list[str]:
+    """The tensors among what `owner` holds that are not on the CPU."""
+    far = [tensor for tensor in _tensors(held) if tensor.device.type != "cpu"]
     return [f"{owner} holds a tensor {list(each.shape)} on {each.device}" for each in far]
 
 
@@ -185,7 +187,7 @@ def in_place(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Finding:
             gradients_of(model, lambda: torch.autograd.backward(value))
     except (RuntimeError, ValueError) as error:
         if "inplace" not in str(error) and "in-place" not in str(error):
-            return Verdict.SKIP(f"the loss could not be computed: {error}")
+            return Verdict.SKIP(f"parameters or loss could not be read: {error}")
         return Verdict.FAIL(
             str(error).split(". Hint")[0].strip(),
             "write x = x + y in place of x += y there; anomaly mode prints the line",

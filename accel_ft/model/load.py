@@ -44,7 +44,8 @@ def resolve(name: str, key: str = "model_name_or_path") -> str:
         if place.is_dir():
             if not (place / "config.json").exists():
                 of_run = (place / "model" / "config.json").is_file()
-                fix = place / "model" if of_run else "the folder that `save_pretrained` wrote"
+                fix = str(place / "model") if of_run else "the folder of a whole model"
+                fix += ", of a run, or of a checkpoint (step_...)" * (key == "checkpoint")
                 raise ConfigError(f"{key}={name}: holds no model (no config.json). Fix: {fix}")
             return name
         if place.is_file():

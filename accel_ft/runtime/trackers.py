@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.tracking import get_available_trackers
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from accel_ft.config import TrainConfig
 from accel_ft.errors import ConfigError, nearest
@@ -24,14 +24,17 @@ def check(names: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: for one that is unknown or not installed.
     """
-    installed = {str(kind) for kind in get_available_trackers()}
+    known, installed = list(LOGGER_TYPE_TO_CLASS), {str(kind) for kind in get_available_trackers()}
     wanted = [name for name in names if name not in ("html", "none")]
     for name in wanted:
+        if name not in known:
+            raise ConfigError(
+                f"report_to={name}: no such tracker.{nearest(name, known)} "
+                f"Allowed: html, {', '.join(known)}, none"
+            )
         if name not in installed:
-            known = ["html", *sorted({*EXTRAS, *installed}), "none"]
-            meant = f"{nearest(name, known)} Allowed: {', '.join(known)}"
-            mend = f" Fix: pip install 'accel_ft[{name}]'" if name in EXTRAS else meant
-            raise ConfigError(f"report_to={name}: no such tracker is installed.{mend}")
+            package = f"'accel_ft[{name}]'" if name in EXTRAS else name
+            raise ConfigError(f"report_to={name}: is not installed. Fix: pip install {package}")
     return wanted
 
 

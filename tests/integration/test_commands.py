@@ -431,6 +431,21 @@ def test_standard_streams_that_are_closed(rows_file: Path, monkeypatch: pytest.M
         pass
 
 
+def test_output_through_a_link_into_a_folder_of_somebody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    file, link = theirs / "out.jsonl", tmp_path / "link.jsonl"
+    file.write_text("old")
+    link.symlink_to(file)
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != theirs)
+    with predict._open_output(str(link)) as output:
+        output.write("new")
+        assert [path.name for path in theirs.iterdir()] == ["out.jsonl"]  # nothing beside it
+    assert file.read_text() == "new"
+
+
 @pytest.mark.parametrize(("first", "kind"), [(b'{"text": "a"}', "jsonl"), (b"a goal", "lines")])
 def test_what_standard_input_begins_with(
     first: bytes, kind: str, monkeypatch: pytest.MonkeyPatch

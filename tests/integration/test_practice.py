@@ -264,9 +264,11 @@ def test_what_predict_is_given(
         predict.main([*command, str(rows)])
     assert out.read_text() == "of yesterday"
     assert {path.name for path in tmp_path.iterdir()} == {"run", "in.jsonl", "out.jsonl"}
+    out.chmod(0o600)
     rows.write_text('{"text": "a"}\n')
     predict.main([*command, str(rows)])
     assert json.loads(out.read_text())["line"] == 1
+    assert out.stat().st_mode & 0o777 == 0o600
     monkeypatch.setattr(
         "sys.stdin",
         io.TextIOWrapper(io.BufferedReader(io.BytesIO(b'[ {"text": "a"},\n{"text": "b"}]'))),

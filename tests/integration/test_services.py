@@ -85,9 +85,9 @@ def test_a_new_start_in_the_same_folder_is_another_run(tmp_path: Path) -> None:
 
 
 def test_a_tracker_that_is_not_there(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="tensorbord: no such tracker is installed. Did you mean"):
+    with pytest.raises(ConfigError, match="report_to=tensorbord: no such tracker. Did you mean"):
         train.main([*words, "--report_to", "tensorbord"])
-    with pytest.raises(ConfigError, match="report_to=clearml: no .* Allowed: html, .*wandb, none"):
+    with pytest.raises(ConfigError, match="report_to=clearml: is not installed"):
         train.main([*words, "--report_to", "clearml"])
 
 

@@ -8,6 +8,7 @@ import os
 import random
 import re
 import time
+from collections import UserDict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -588,7 +589,10 @@ def test_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     caught(machine.disk(tmp_path / "run", 2**60), "MiB free")
     well(machine.hub(lambda: True))
     away = machine.hub(lambda: False)
-    assert (away.verdict, "cannot be reached" in away.measured) == ("SKIP", True)
+    assert (away.verdict, "rank 0 cannot reach it" in away.measured) == ("SKIP", True)
+    monkeypatch.setattr(machine, "gather", lambda reached: [reached, False])
+    assert machine.hub(lambda: True).measured.startswith("rank 1 cannot reach it")
+    monkeypatch.undo()
     monkeypatch.setattr(machine, "OPEN_FILES", 2**60)
     caught(machine.limits(), "open files")
     monkeypatch.setattr(
@@ -825,7 +829,7 @@ def test_a_resume_compares_bits_and_ids(tmp_path: Path) -> None:
             rows = torch.arange(3000)
             rows[1500] += 1000 * self.epoch
             super().step()
-            return rows
+            return UserDict(rows=rows, parts=[torch.zeros(2)])  # as a tokenizer gives
 
         def load(self, folder: Path) -> None:
             super().load(folder)
