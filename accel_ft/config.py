@@ -348,7 +348,7 @@ class TrainConfig(HubConfig, DataConfig):
     difference ends a resume. mixed_precision, of a run that is reproduced, too."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """When loss or gradients are not finite: stop; skip the update; or rollback to the last
-    checkpoint (an earlier one where that has led to nothing else) and pass over that batch. An
+    checkpoint (of a second in a row, to before what led there) and pass over that batch. An
     overflow of fp16 is no such case: the update is left out with a warning."""
     ddp_timeout: int = Field(300, ge=5)
     """Seconds after which a rank that does not come counts as lost. There is no limit while rank 0

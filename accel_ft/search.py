@@ -39,6 +39,7 @@ from accel_ft.settings import checked, meant, parse, read_settings
 
 POLL_SECONDS = 0.2
 SAME_SIGNAL_SECONDS = 1.0  # `timeout`, say, sends it twice
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FAILURES = 3  # after so many, and no trial at its end, the cause is the job
 IDLE = {  # settings that decide nothing of what a trial finds
     "output_dir", "report_to", "push_to_hub", "hub_model_id", "hub_private_repo", "ddp_timeout",
@@ -61,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     search = _Search(config, job, settings, space, ranges, _shares(config))
     config.output_dir.mkdir(parents=True, exist_ok=True)
     with locked(config.output_dir, config.output_dir / "lock"):
-        before = {n: signal.signal(n, search.interrupt) for n in (signal.SIGINT, signal.SIGTERM)}
+        heeded = [n for n in ENDING if signal.getsignal(n) != signal.SIG_IGN]  # by `nohup`
+        before = {n: signal.signal(n, search.interrupt) for n in heeded}
         try:
             search.run()
         finally:

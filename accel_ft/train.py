@@ -170,7 +170,7 @@ def _describe(config: TrainConfig, label_names: list[str], events: list[dict[str
         write_whole(place, card)
     except OSError as error:
         raise CheckpointError(
-            f"{place}: cannot be written ({error.strerror}); all else is done. Fix: room on its "
+            f"{place}: cannot be written ({error.strerror}); the model is there. Fix: room on its "
             "disk, then the same command with --resume_from_checkpoint latest"
         ) from error
 

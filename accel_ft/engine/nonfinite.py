@@ -117,11 +117,9 @@ def may_skip(run: Run) -> bool:
     if policy == "stop" or run.num_nonfinite > IN_A_ROW:
         _write_event(run, "stop", number, ids, losses, run.step)
         first = number - run.num_nonfinite  # the updates made when the weights were these already
-        published = [(-1, "none")] + [
-            (step, path.name) for step, path in transaction.list_published(run.checkpoints)
-        ]
-        newest = published[-1][1]
-        older = next(name for step, name in reversed(published) if step < first)
+        names = [(s, path.name) for s, path in transaction.list_published(run.checkpoints)][::-1]
+        newest = next((name for _, name in names), "none")
+        older = next((name for step, name in names if step < first), "none")
         in_a_row = f", after {IN_A_ROW} others in a row" * (policy != "stop")
         pass_over = ", or on_nonfinite: skip or rollback" * (policy == "stop")
         raise UserError(
@@ -168,19 +166,22 @@ def _write_event(
 
 
 def _roll_back(run: Run, sick_step: int) -> None:
-    """Load the newest sound checkpoint, and leave the present batch out from now on; an older one
-    where every update since the newest was left out, for then it is sick itself.
+    """Load the newest sound checkpoint, and leave the present batch out from now on. Where updates
+    before it were left out already, the one before these may have spoilt the weights: then it is
+    left out too, from a checkpoint before it.
     """
     first = sick_step
     while first - 1 in run.passed_over:
         first -= 1
-    folder = state.find(run.watch, run.checkpoints, "latest", range(first, sick_step))
+    spoilt = range(first, sick_step + 1) if first < sick_step else ()
+    left_out = [sick_step, first - 1] if spoilt and first > 0 else [sick_step]
+    folder = state.find(run.watch, run.checkpoints, "latest", spoilt)
     assert folder is not None  # `rollback` saves before the first update
     if run.accelerator.is_main_process:
         published = [path for _, path in transaction.list_published(run.checkpoints)]
         later = published[published.index(folder) + 1 :]
         transaction.remove_leftovers(run.checkpoints, later)
-    kept = run.num_nonfinite, run.newest_nonfinite, [*run.passed_over, sick_step]
+    kept = run.num_nonfinite, run.newest_nonfinite, [*run.passed_over, *left_out]
     run.outcomes.clear()
     run.resume(folder)
     run.num_nonfinite, run.newest_nonfinite, run.passed_over = kept

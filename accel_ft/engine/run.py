@@ -229,7 +229,9 @@ class Run:
         is_other |= rows != self.splits.validation.fingerprint() and not self.is_over
         if is_lost or is_other:
             logger.warning(
-                "best starts anew: it was by %s, on other rows, or its checkpoint is lost", metric
+                "best starts anew: that by %s is of another metric or other rows than are asked "
+                "for, or its checkpoint is lost",
+                metric,
             )
             self.best, self.num_worse = None, 0
         elif metric != rule and self.config.load_best_model_at_end:

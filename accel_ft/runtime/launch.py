@@ -38,6 +38,7 @@ from accel_ft.runtime.memory import keep_freed_memory
 YES = ("y", "yes", "t", "true", "on", "1")  # as accelerate reads it
 ENVIRONMENT = "the environment"  # where no `accelerate launch` is among the parents
 SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish", "ash", "busybox"}
+MIXED_PRECISION = "mixed_precision (another than this process began with needs a new one)"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # that end a run
 COMPILATIONS = 256  # of one function: 24 widths up to 4,096 tokens, trained and evaluated, under
 # FSDP2 for the last layer and the others, with micro-batches of two sizes
@@ -248,7 +249,7 @@ def check_granted(accelerator: Accelerator, model: nn.Module) -> None:
     asked_cpu = on_cpu if request.use_cpu is None else request.use_cpu
     compared: list[tuple[str, Any, Any]] = [
         ("strategy", strategy, fsdp.strategy_of(model)),
-        ("mixed_precision (the first stays)", request.mixed_precision, accelerator.mixed_precision),
+        (MIXED_PRECISION, request.mixed_precision, accelerator.mixed_precision),
         ("compile", is_compiled(), compiled),
         ("use_cpu", asked_cpu, on_cpu),
         ("layers not wrapped", [], fsdp.unwrapped_layers(accelerator, model)),

@@ -144,13 +144,14 @@ class Watch:
         path = self.folder / f"rank_{self.rank:05d}.log"
         self._log = path.open("a", encoding="utf-8", errors="backslashreplace")  # of file names
         print(f"started {time.strftime('%F %T')}, pid {os.getpid()}", file=self._log, flush=True)
+        self._faulthandler_was_on = faulthandler.is_enabled()
         faulthandler.enable(self._log)
         self._wake_end, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         self._old_handlers = {}
         if threading.current_thread() is threading.main_thread():
-            # `nohup` has one process ignore its terminal's end; torchrun ends of it all the same.
-            spared = (signal.SIGHUP, signal.SIG_IGN) if self.num_ranks == 1 else ()
+            # torchrun ends at its terminal's end in spite of `nohup`, and its ranks with it.
+            spared = () if "TORCHELASTIC_RUN_ID" in os.environ else (signal.SIGHUP, signal.SIG_IGN)
             for number in STOP_SIGNALS:
                 if (number, signal.getsignal(number)) == spared:
                     continue
@@ -187,6 +188,9 @@ class Watch:
             for number, handler in self._old_handlers.items():
                 signal.signal(number, handler)
         faulthandler.disable()
+        if self._faulthandler_was_on:
+            with contextlib.suppress(OSError, ValueError):
+                faulthandler.enable()
         for file in (self._log, self._wake, self._wake_end):
             file.close()
         if lost is not None:

@@ -37,6 +37,7 @@ from accel_ft.errors import CheckpointError, UserError
 from accel_ft.runtime.logging import read_events
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup` has its children ignore
 logging.getLogger("accel_ft").setLevel(logging.ERROR)
 
 NUM_UPDATES, SAVE_STEPS = 12, 3
@@ -494,7 +495,7 @@ def sigterm(bench: Bench, number: int) -> None:
     job = Launched(bench, num_ranks, *more[2:], "--max_steps", 72)
     time.sleep(bench.random.uniform(0, 0.5))
     target = job.launcher if by_launcher else bench.random.choice(job.workers)
-    target.send_signal(signals[number // 4 % 4])
+    target.send_signal(signals[(number + number // 4) % 4])
     job.seconds_until_gone(10.0)
     events = list(read_events(job.run / "metrics.jsonl"))
     if events[-1]["event"] != "end":

@@ -185,28 +185,28 @@ def test_rollback_sets_aside_what_it_passes_over(
     assert sorted(path.name for path in root.iterdir()) == kept
 
 
+@pytest.mark.parametrize("save_steps", [1, 2, 3])
 def test_a_checkpoint_of_sick_weights_is_passed_over(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_steps: int
 ) -> None:
-    """Finite weights may be such that no loss is: with those of update 4, none is after a rollback."""
-    after, spoilt = Run.after_update, []
+    """Finite weights may be such that no loss is: those that update 4 leaves whenever it is made."""
+    after = Run.after_update
 
     def spoil(run: Run) -> None:
-        if run.step == 3 and not spoilt:
-            spoilt.append(run)
+        if run.step == 3 and 3 not in run.passed_over:
             with torch.no_grad():
                 run.plain_model().classifier.weight.mul_(1e38)
         after(run)
 
     monkeypatch.setattr(Run, "after_update", spoil)
-    words += ["--on_nonfinite", "rollback", "--save_steps", "2", "--max_grad_norm", "0"]
-    train.main([*words, "--save_total_limit", "2"])
-    run = tmp_path / "run"
-    assert [(e["update"], e["step"]) for e in nonfinite(run)] == [(5, 4), (6, 2)]
-    assert (run / "checkpoints/damaged-step_00000004").is_dir()
+    words += ["--on_nonfinite", "rollback", "--save_steps", str(save_steps)]
+    train.main([*words, "--save_total_limit", "2", "--max_grad_norm", "0"])
+    run, back = tmp_path / "run", {1: [4, 3], 2: [4, 2], 3: [3, 3]}[save_steps]
+    told = [(e["update"], e["step"]) for e in nonfinite(run)]
+    assert told == list(zip([5, 6], back, strict=True))
     newest = transaction.list_published(run / "checkpoints")[-1]
     assert newest[0] == 12
-    assert state.read_trainer_state(newest[1])["passed_over"] == [4, 5]
+    assert state.read_trainer_state(newest[1])["passed_over"] == [4, 5, 3]
     assert all(torch.isfinite(value).all() for value in weights(run, 12).values())
 
 
@@ -676,22 +676,21 @@ def test_a_watch_leaves_the_process_as_it_was(tmp_path: Path) -> None:
     assert "ValueError: cheese" in (tmp_path / "rank_00000.log").read_text()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("by_torchrun", [True, False])
 def test_nohup_is_heeded_where_the_launcher_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_torchrun: bool
 ) -> None:
     """torchrun ends its ranks at the end of a terminal, in spite of nohup: they are to save."""
-    monkeypatch.setattr(Watch, "_find_lost", lambda *_, **__: None)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if by_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        watch = Watch(tmp_path, 0, 1, 60)
-        watch.num_ranks = num_ranks
-        with watch:
+        with Watch(tmp_path, 0, 1, 60) as watch:
             watch.stage("step 1", can_save=True)
             os.kill(os.getpid(), signal.SIGHUP)
             time.sleep(0.5)
-            assert watch.stop_signal == (0 if num_ranks == 1 else signal.SIGHUP)
-            watch.num_ranks = 1
+            assert watch.stop_signal == (signal.SIGHUP if by_torchrun else 0)
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)

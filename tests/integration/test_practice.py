@@ -143,7 +143,9 @@ def test_rows_that_change_beside_a_run(
         with pytest.raises(RuntimeError):
             stopped_at(8, [*words, str(held_out)])
         train.main([*words, str(rows), *LATEST])
-        assert "best starts anew: it was by accuracy, on other rows" in caplog.text
+        assert (
+            "best starts anew: that by accuracy is of another metric or other rows" in caplog.text
+        )
 
 
 def test_a_full_disk_is_met_before_the_old_model_goes(
@@ -190,7 +192,7 @@ def test_a_disk_that_is_full_when_a_line_or_the_card_is_written(
     with monkeypatch.context() as patch:
         patch.setattr(files, "write_whole", write)
         with pytest.raises(
-            CheckpointError, match=r"model/README.md: .* \(No space .* all else is do"
+            CheckpointError, match=r"model/README.md: .* \(No space .* the model is"
         ):
             train.main([*words, *LATEST])
     assert events_of(run)[-1]["event"] == "end"
