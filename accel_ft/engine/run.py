@@ -229,10 +229,9 @@ class Run:
         is_other |= rows != self.splits.validation.fingerprint() and not self.is_over
         if is_lost or is_other:
             logger.warning(
-                "best starts anew: that by %s is of another metric or other rows than are asked "
-                "for, or its checkpoint is lost",
-                metric,
-            )
+                "best starts anew, without that by %s: another metric or other rows are asked for, "
+                "or its checkpoint is lost", metric,
+            )  # fmt: skip
             self.best, self.num_worse = None, 0
         elif metric != rule and self.config.load_best_model_at_end:
             logger.warning("best stays that of %s: no update is left to choose by %s", metric, rule)

@@ -83,7 +83,7 @@ def test_the_other_end_of_a_metric_is_another_choice(
         stopped_at(7, words)
     turned = [*words, "--greater_is_better", "true", *LATEST]
     train.main(turned)
-    assert "best starts anew: that by loss " in capsys.readouterr().err
+    assert "best starts anew, without that by loss: another" in capsys.readouterr().err
     events = events_of(tmp_path / "run")
     losses = {e["step"]: e["eval_loss"] for e in events if e["event"] == "eval"}
     assert events[-1]["model_step"] == max(range(8, 13), key=losses.__getitem__)
@@ -262,7 +262,7 @@ def test_a_damaged_best_checkpoint_is_told_at_the_resume(
     train.main([*words, *LATEST])
     told = capsys.readouterr().err
     assert "step_00000002: model.safetensors is damaged" in told
-    assert "best starts anew: that by loss, the highest, is" in told
+    assert "best starts anew, without that by loss, the highest: another" in told
     events = events_of(tmp_path / "run")
     losses = {e["step"]: e["eval_loss"] for e in events if e["event"] == "eval" and e["step"] > 6}
     best = max(losses, key=losses.get)
