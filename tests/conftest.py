@@ -23,6 +23,7 @@ VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")  # for test_gpu.py
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what needs no GPU runs without one everywhere
 os.environ["OMP_NUM_THREADS"] = "1"  # the model is tiny: more threads only wait for each other
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's `&` leaves ignored
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as `nohup` does
 
 import pytest
 import torch

@@ -188,13 +188,13 @@ def stand_ins(folder: Path) -> list[int]:
     return [p.pid for p in found if str(folder / "stand_in.py") in (p.info["cmdline"] or [])]
 
 
-def signal_when_begun(folder: Path, num_trials: int) -> None:
-    """Send this process SIGTERM once so many trials train."""
+def signal_when_begun(folder: Path, num_trials: int, number: int = signal.SIGTERM) -> None:
+    """Send this process a signal once so many trials train."""
 
     def wait() -> None:
         while len(list(folder.glob("search/trial_*/metrics.jsonl"))) < num_trials:
             time.sleep(0.1)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
     Thread(target=wait, daemon=True).start()
 
@@ -295,13 +295,13 @@ def test_trials_of_the_same_settings_have_their_folders(
     assert len(list(tmp_path.glob("search/trial_*/metrics.jsonl"))) == 2
 
 
-@pytest.mark.parametrize("at_once", ["1", "2"])
+@pytest.mark.parametrize(("at_once", "number"), [("1", signal.SIGHUP), ("2", signal.SIGTERM)])
 def test_a_search_that_is_stopped_takes_its_trials_up_again(
-    search_of_stand_ins, tmp_path: Path, at_once: str
+    search_of_stand_ins, tmp_path: Path, at_once: str, number: int
 ) -> None:
-    """SIGTERM, as a scheduler sends it: no trial goes on alone, and none is lost."""
+    """As a scheduler, or a closed terminal, does it: no trial goes on alone, and none is lost."""
     space, words = "learning_rate: {low: 0.1, high: 0.4}\n", ["--parallel_trials", at_once]
-    signal_when_begun(tmp_path, int(at_once))
+    signal_when_begun(tmp_path, int(at_once), number)
     with pytest.raises(KeyboardInterrupt):
         search_of_stand_ins(space, "--num_trials", "2", *words)
     assert not stand_ins(tmp_path)
