@@ -186,7 +186,8 @@ def _roll_back(run: Run, sick_step: int) -> None:
     run.resume(folder)
     run.num_nonfinite, run.newest_nonfinite, run.passed_over = kept
     run.events.rewind(run.step, run.eval_is_due, run.passed_over)
-    logger.warning("rolled back to update %d", run.step)
+    without = " and ".join(str(step + 1) for step in sorted(left_out))
+    logger.warning("rolled back to update %d, to go on without %s", run.step, without)
 
 
 def passes_over(run: Run) -> bool:

@@ -187,7 +187,11 @@ def test_rollback_sets_aside_what_it_passes_over(
 
 @pytest.mark.parametrize("save_steps", [1, 2, 3])
 def test_a_checkpoint_of_sick_weights_is_passed_over(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_steps: int
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    save_steps: int,
 ) -> None:
     """Finite weights may be such that no loss is: those that update 4 leaves whenever it is made."""
     after = Run.after_update
@@ -204,6 +208,7 @@ def test_a_checkpoint_of_sick_weights_is_passed_over(
     run, back = tmp_path / "run", {1: [4, 3], 2: [4, 2], 3: [3, 3]}[save_steps]
     told = [(e["update"], e["step"]) for e in nonfinite(run)]
     assert told == list(zip([5, 6], back, strict=True))
+    assert f"rolled back to update {back[1]}, to go on without 4 and 6" in capsys.readouterr().err
     newest = transaction.list_published(run / "checkpoints")[-1]
     assert newest[0] == 12
     assert state.read_trainer_state(newest[1])["passed_over"] == [4, 5, 3]

@@ -109,8 +109,10 @@ def test_a_folder_of_shards(tiny_model: Path, tmp_path: Path) -> None:
 def test_a_folder_without_a_model(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load_model_config(str(tmp_path))
-    with pytest.raises(ConfigError, match="holds no model .* Fix: the folder that"):
+    with pytest.raises(ConfigError, match="holds no model .* Fix: the folder of a whole model$"):
         resolve(str(tmp_path))
+    with pytest.raises(ConfigError, match="a whole model, of a run, or of a checkpoint"):
+        resolve(str(tmp_path), "checkpoint")
     shutil.copytree(tiny_model, tmp_path / "model")
     with pytest.raises(ConfigError, match="holds no model .* Fix: .*/model"):
         resolve(str(tmp_path))
