@@ -213,10 +213,8 @@ def load(
     elif trainer_state["devices"] != devices:
         why = f"resumed on other devices: {devices} for {trainer_state['devices']}"
     elif is_lost:
-        why, level = (
-            f"rank {accelerator.process_index} cannot read its random states",
-            logging.ERROR,
-        )
+        why = f"rank {accelerator.process_index} cannot read its random states"
+        level = logging.ERROR  # which ranks but 0 tell too
     if why:
         set_seed(seed + trainer_state["step"], device_specific=True)
         logger.log(
