@@ -34,7 +34,7 @@ from accel_ft.errors import CheckpointError, ConfigError, Preempted, RankError, 
 from accel_ft.model import load
 from accel_ft.runtime import files
 from accel_ft.runtime import watch as watch_module
-from accel_ft.runtime.logging import progress_bar, setup_logging
+from accel_ft.runtime.logging import EventLog, progress_bar, setup_logging
 from accel_ft.runtime.watch import Watch
 
 SICK_STEP = 5  # counted from 0
@@ -457,6 +457,28 @@ def test_a_signal_during_an_evaluation(
     assert run_hash(tmp_path / "run") == whole
     told = [event["event"] for event in events_of(tmp_path / "run")]
     assert told.count("preempted") == told.count("resume") == 1
+
+
+def test_a_run_that_is_saved_is_preempted_though_no_line_can_say_so(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, after = EventLog.write, Run.after_update
+
+    def full(log: EventLog, event: str, step: int, **values: Any) -> None:
+        if event == "preempted":
+            raise CheckpointError("metrics.jsonl: cannot be written")
+        write(log, event, step, **values)
+
+    def signalled(run: Run) -> None:
+        after(run)
+        if run.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+
+    monkeypatch.setattr(EventLog, "write", full)
+    monkeypatch.setattr(Run, "after_update", signalled)
+    with pytest.raises(Preempted, match="SIGTERM: stopped after update 4 of 12, which is saved"):
+        train.main(words)
 
 
 def test_a_folder_belongs_to_one_run(
