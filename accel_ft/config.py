@@ -96,7 +96,7 @@ def type_name(kind: Any) -> str:
         return f"{type_name(parts[0])},..."
     if parts:
         return "|".join(map(type_name, parts))
-    return {"Path": "FILE", "str": "TEXT"}.get(kind.__name__, str(kind.__name__).upper())
+    return {"Path": "PATH", "str": "TEXT"}.get(kind.__name__, str(kind.__name__).upper())
 
 
 class Config(BaseModel):
@@ -173,17 +173,17 @@ class DataConfig(Config):
     train_split_name: str | None = None
     """Its split with the training rows; left out: train."""
     validation_split_name: str | None = None
-    """Its split to evaluate on while training: validation_matched of mnli. Left out: validation;
+    """Its split with the validation rows: validation_matched of mnli. Left out: validation;
     where it has no such split, or another key names it, rows are cut off the training rows."""
     test_split_name: str | None = None
-    """Its split to evaluate on once, at the end; left out: test, where it has one that no other key
-    names."""
+    """Its split with the test rows; left out: test, where it has one that no other key names."""
     train_file: File | None = None
     """Training rows: csv, tsv, json, jsonl or parquet."""
     validation_file: File | None = None
-    """Rows to evaluate on while training; left out: a tenth of the training rows, 2,000 at most."""
+    """Validation rows, for the evaluations while training; left out: a tenth of the training rows,
+    2,000 at most."""
     test_file: File | None = None
-    """Rows to evaluate on once, at the end."""
+    """Test rows, which the final model is measured on."""
     text_column: str = "text"
     """Column with the text."""
     text_pair_column: str | None = None
@@ -255,7 +255,7 @@ class HubConfig(Config):
 
 
 class TrainConfig(HubConfig, DataConfig):
-    """Keys of `accelerate launch -m accel_ft.train`; with none set it is the AG News job."""
+    """Keys of `accel_ft.train`, which trains a model; with none set it is the AG News job."""
 
     model_name_or_path: Place = "distilbert/distilbert-base-uncased"
     """Hub id, folder, or package://PYTHON_PACKAGE/PATH for weights an installed package carries
@@ -269,8 +269,8 @@ class TrainConfig(HubConfig, DataConfig):
     max_steps: int | None = Field(None, ge=1)
     """Updates to train for, in place of num_train_epochs."""
     global_batch_size: int | None = Field(None, ge=1)
-    """Samples of one update over all ranks and accumulation steps; these follow from it. 32 if
-    neither it nor gradient_accumulation_steps is set."""
+    """Samples of one update over all ranks and accumulation steps; these follow from it. Left out:
+    32, or what gradient_accumulation_steps makes of it."""
     gradient_accumulation_steps: int | None = Field(None, ge=1)
     """In place of global_batch_size, which is then per_device_train_batch_size x ranks x this."""
     per_device_train_batch_size: PositiveInt | Literal["auto"] = 32
@@ -316,8 +316,8 @@ class TrainConfig(HubConfig, DataConfig):
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, a third more time."""
     cuda_graphs: bool = True
-    """Launch a micro-batch's kernels at once, where one GPU trains a known model: the same numbers
-    (compiled, to rounding), sooner, for memory of its own."""
+    """Record each shape of micro-batch as a CUDA graph, where one GPU trains a known model: faster,
+    the same numbers (compiled, to rounding), more memory."""
     seed: int = Field(42, ge=0)
     """Seed of the new head, the sample order and dropout."""
     logging_steps: int = Field(20, ge=1)
@@ -335,7 +335,8 @@ class TrainConfig(HubConfig, DataConfig):
     per_class.LABEL.f1 (precision, recall). Left out: accuracy; of several labels f1_macro, of a
     regression rmse."""
     greater_is_better: bool | None = None
-    """Whether the highest value of that metric is the best; left out: of all but errors."""
+    """Whether the highest value of that metric is the best; left out: yes, except of loss,
+    rmse and mae."""
     early_stopping_patience: int | None = Field(None, ge=1)
     """End after as many evaluations in a row without a better value of metric_for_best_model."""
     early_stopping_threshold: float = Field(0.0, ge=0)
@@ -343,9 +344,9 @@ class TrainConfig(HubConfig, DataConfig):
     resume_from_checkpoint: Annotated[Literal["latest"] | str | None, EXPANDED] = None
     """`latest` (from the beginning where there is no checkpoint yet), or a checkpoint's folder."""
     allow_changed: Names = ()
-    """What may differ between a checkpoint and this job: train_data, labels, mixed_precision, or
-    keys that shape training, such as learning_rate (a wrong name is answered with all); any other
-    difference ends a resume. mixed_precision, of a run that is reproduced, too."""
+    """What may differ between a checkpoint and this job, where any other difference ends a resume:
+    train_data, labels, mixed_precision (for `reproduce` too), or keys that shape training, such as
+    learning_rate; a wrong name is answered with the whole list."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """When loss or gradients are not finite: stop; skip the update; or rollback to the last
     checkpoint (of a second in a row, to before what led there) and pass over that batch. An
@@ -455,7 +456,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # `json` is also a method, a leftover of pydantic 1
 
     class DoctorConfig(TrainConfig):
-        """Keys of `accel_ft.doctor`: those of a job, and where to write what was found."""
+        """Keys of `accel_ft.doctor`, which checks a set-up: those of the job, and `json`."""
 
         json: File | None = None  # type: ignore[assignment]
         """Write the findings to this JSON file."""
@@ -467,7 +468,7 @@ with warnings.catch_warnings():
 
 
 class EvaluateConfig(DataConfig):
-    """Keys of `accelerate launch -m accel_ft.evaluate`; what is not set is of its run."""
+    """Keys of `accel_ft.evaluate`, which measures a model on rows; left out, they are its run's."""
 
     checkpoint: Place
     """A run's folder, a checkpoint, or any Hugging Face folder, Hub id or package:// model."""
@@ -487,7 +488,7 @@ class EvaluateConfig(DataConfig):
 
 
 class ExportConfig(HubConfig):
-    """Keys of `accel_ft.export`."""
+    """Keys of `accel_ft.export`, which writes a checkpoint as a Hugging Face folder, or ONNX."""
 
     checkpoint: Place
     """A run's folder or a published checkpoint of any strategy."""
@@ -498,7 +499,7 @@ class ExportConfig(HubConfig):
 
 
 class SearchConfig(Config):
-    """Keys of `accel_ft.search`."""
+    """Keys of `accel_ft.search`, which varies keys of a job over many trials of it."""
 
     job: Existing
     """YAML of the job, as `accel_ft.train --config` takes it."""
@@ -515,7 +516,7 @@ class SearchConfig(Config):
 
 
 class PredictConfig(Config):
-    """Keys of `accel_ft.predict`."""
+    """Keys of `accel_ft.predict`, which labels texts, one JSON line for each."""
 
     checkpoint: Place
     """A run's folder, a checkpoint, or any Hugging Face folder, Hub id or package:// model."""

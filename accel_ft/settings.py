@@ -290,10 +290,12 @@ def _parser(config_class: type[Config], prog: str) -> argparse.ArgumentParser:
         about = " ".join((field.description or "").split()).replace("%", "%%")
         value = ",".join(field.default) if isinstance(field.default, tuple) else field.default
         value = "none" if value in (None, "") else value
-        default = "required" if field.is_required() else f"default: {value}"
+        default = " (required)" if field.is_required() else f" (default: {value})"
         if of_run and key in DataConfig.model_fields:
-            default = "default: the run's" + f", else {value}" * (value != "none")
-        metavar, words = type_name(field.annotation), f"{about} ({default})"
+            default = " (default: the run's" + f", else {value}" * (value != "none") + ")"
+        elif value == "none" and "left out:" in about.lower():
+            default = ""
+        metavar, words = type_name(field.annotation), about + default
         if ",..." in metavar:  # a,b or a b
             group.add_argument(f"--{key}", nargs="*", metavar=metavar, help=words)
         else:

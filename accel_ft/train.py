@@ -87,6 +87,7 @@ def fit(config: TrainConfig) -> None:
         Watch(ranks, rank, accelerator.num_processes, config.ddp_timeout, DOCTOR) as watch,
     ):
         run = build(config, accelerator, watch)
+        config = run.config  # with what was worked out of it
         if config.push_to_hub and is_main:
             from accel_ft.runtime.card import require_repo
 

@@ -75,7 +75,9 @@ def save(
 
 @contextlib.contextmanager
 def together(watch: Watch, final: Path) -> Iterator[None]:
-    """Write `final` with all ranks; where one failed, remove what is staged and raise on all."""
+    """Write `final` with all ranks; where one failed, remove what is staged or sealed, of which
+    after a failed write nobody knows what is on the disk, and raise on all.
+    """
     fault: BaseException | None = None
     try:
         yield

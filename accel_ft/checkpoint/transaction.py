@@ -106,21 +106,22 @@ def publish_sealed(root: Path) -> None:
 
 def publish(final: Path, with_manifest: bool = True) -> None:
     """Write the manifest of what is sealed or staged, put all on the disk, and rename it."""
-    staging = sealed_folder(final)
-    if not staging.is_dir():
-        staging = staging_folder(final)
-    for path in _files(staging):  # safetensors writes files that only their owner may read
+    source = sealed_folder(final)
+    if not source.is_dir():
+        source = staging_folder(final)
+    mode = source.stat().st_mode & 0o666
+    for path in _files(source):  # safetensors writes files that only their owner may read
         if not path.is_symlink():
-            path.chmod(staging.stat().st_mode & 0o666)
+            path.chmod(mode)
     if with_manifest:
-        (staging / MANIFEST).unlink(missing_ok=True)  # of a process killed before the rename
-        entries = {path.relative_to(staging).as_posix(): _entry(path) for path in _files(staging)}
-        (staging / MANIFEST).write_text(_manifest(entries), encoding="utf-8")
-    for path in [*_files(staging), *(p for p in staging.rglob("*") if p.is_dir()), staging]:
+        (source / MANIFEST).unlink(missing_ok=True)  # of a process killed before the rename
+        entries = {path.relative_to(source).as_posix(): _entry(path) for path in _files(source)}
+        (source / MANIFEST).write_text(_manifest(entries), encoding="utf-8")
+    for path in [*_files(source), *(p for p in source.rglob("*") if p.is_dir()), source]:
         fsync(path)
     if final.exists():  # a damaged one that a resume passed over, or an older final model
         remove(final)
-    staging.rename(final)
+    source.rename(final)
     fsync(final.parent)
 
 
@@ -171,7 +172,7 @@ def list_published(root: Path) -> list[tuple[int, Path]]:
 
 
 def prune(root: Path, keep: int | None, protected: int | None) -> None:
-    """Remove all but the newest `keep` checkpoints (never the newest) and step `protected`."""
+    """Remove checkpoints, but for the newest `keep`, at least one, and that of step `protected`."""
     if keep is not None:
         for step, path in list_published(root)[:-keep]:
             if step != protected:
@@ -181,11 +182,11 @@ def prune(root: Path, keep: int | None, protected: int | None) -> None:
                     logger.warning("%s could not be removed: %s", path, error)
 
 
-def remove_leftovers(root: Path, damaged: Sequence[Path] = ()) -> None:
-    """Remove what killed runs were writing, and set damaged checkpoints aside that a resume passed
-    over: they would count as the newest when the others are pruned.
+def remove_leftovers(root: Path, later: Sequence[Path] = ()) -> None:
+    """Remove what killed runs were writing, and set checkpoints aside that a resume or a rollback
+    passed over: they would count as the newest when the others are pruned.
     """
-    for path in damaged:
+    for path in later:
         aside = path.with_name(ASIDE_PREFIX + path.name)
         remove(aside)
         path.rename(aside)

@@ -91,8 +91,8 @@ class Source:
                 label = canonical(cell, config, self.label_names)
                 text, fault = read_text(record, config.text_column, config.text_pair_column)
                 if fault is None and label is None:
-                    meant = MEANT[config.problem_type]
-                    fault = f"{config.label_column} is {_show(cell)}, not {meant}"
+                    meant = f", not {MEANT[config.problem_type]}" * (cell not in (None, ""))
+                    fault = f"{config.label_column} is {_show(cell)}{meant}"
                 if fault is not None:
                     faults.append(f"{place}: {fault}")
                 elif not faults:  # after one, the others are looked for alone

@@ -26,6 +26,7 @@ VALIDATION_SHARE = 0.1
 VALIDATION_MAX = 2000
 FEW_ROWS = 100
 COMPARED_TEXTS = 1_000_000
+LABELS_TOLD = 20
 SPLIT_KEY = combine_key(0xACCE1F7)  # fixed: other seeds train on the same rows
 
 
@@ -165,6 +166,8 @@ def load_splits(config: TrainConfig, tokenizer: Any, model_labels: Sequence[str]
         spread = f": an accuracy on them is uncertain by up to {0.98 / len(validation) ** 0.5:.2f}"
         is_share = config.problem_type == "single_label_classification"
         logger.warning("%d validation rows are few%s", len(validation), spread * is_share)
+    if not is_regression:
+        _tell_labels(train, names)
     _warn_of_look_alikes(names)
     for name in [name for name in splits if name != "train"]:
         shared = count_shared_texts(train, splits[name])
@@ -233,6 +236,16 @@ def count_shared_texts(train: Split, other: Split) -> int:
     known = train.store.text_hashes[ids]
     hashes = other.store.text_hashes[other.ids(np.arange(len(other), dtype=np.int64))]
     return int(np.isin(hashes, known, kind="sort").sum())  # a table's range overflows in numpy 2.0
+
+
+def _tell_labels(train: Split, names: list[str]) -> None:
+    """Say how many training rows each label has: one that is mistyped is a class of its own."""
+    labels = train.labels(np.arange(min(len(train), COMPARED_TEXTS), dtype=np.int64))
+    counts = np.bincount(labels, minlength=len(names)) if labels.ndim == 1 else labels.sum(axis=0)
+    rarest = np.argsort(counts, kind="stable")[:LABELS_TOLD]
+    told = [f"{names[number]} {counts[number]:.0f}" for number in rarest]
+    told += ["..."] * (len(names) > LABELS_TOLD)
+    logger.info("%d labels, rarest first: %s", len(names), ", ".join(told))
 
 
 def _warn_of_look_alikes(names: list[str]) -> None:

@@ -186,7 +186,7 @@ def _build_model(
     """
     model, drawn = plain_model(config, accelerator.device, splits.label_names, tokenizer)
     if drawn:
-        logger.info("not in the pretrained weights, drawn at the first start: %s", ", ".join(drawn))
+        logger.info("not pretrained: %s; drawn, or loaded with a checkpoint", ", ".join(drawn))
     plain = getattr(model, "get_base_model", lambda: model)()
     if "attention_mask" not in inspect.signature(plain.forward).parameters:  # FNet
         logger.warning(

@@ -45,7 +45,7 @@ def finish(run: Run) -> None:
         )
     if run.config.problem_type == "multi_label_classification":
         run.thresholds = best_thresholds(logits, labels)
-        run.plain_model().config.thresholds = run.thresholds.tolist()
+        run.unwrapped_model().config.thresholds = run.thresholds.tolist()
     scores = score(logits, labels, names, run.thresholds)
     run.watch.stage("save", can_save=True)
     _export(run, run.output_dir / "model")
@@ -89,7 +89,7 @@ def _export(run: Run, final: Path) -> None:
     weights = {load.plain_name(name): value for name, value in weights.items()}
     with state.together(run.watch, final):
         if run.accelerator.is_main_process:
-            model, lora = run.plain_model(), adapters.peft_config(run.plain_model())
+            model, lora = run.unwrapped_model(), adapters.peft_config(run.unwrapped_model())
             if lora is not None:
                 base = run.identity["pretrained"]
                 model = adapters.merged(model.config, lora.to_dict(), weights, base)

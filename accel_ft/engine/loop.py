@@ -9,7 +9,7 @@ import torch
 from accel_ft.data.loader import Batch
 from accel_ft.engine.clip import clip
 from accel_ft.engine.end import finish
-from accel_ft.engine.nonfinite import all_finite, may_skip, passes_over
+from accel_ft.engine.nonfinite import all_finite, handle_nonfinite, skip_if_left_out
 from accel_ft.engine.run import Run
 from accel_ft.engine.step import forward, weighted_loss
 from accel_ft.model.embedding import fill_gradient
@@ -27,7 +27,7 @@ def train(run: Run) -> None:
 def update(run: Run) -> None:
     """Do one update, and what is due after it."""
     accelerator, model, optimizer = run.accelerator, run.model, run.optimizer
-    if passes_over(run):
+    if skip_if_left_out(run):
         return
     # The weight of the whole global batch is known from the plan, without asking the other ranks.
     # The factor cancels what is divided by later: accumulation steps in `backward`, ranks in the
@@ -36,7 +36,7 @@ def update(run: Run) -> None:
     losses = []
     for batch in islice(run.batches, run.accumulation_steps):
         with accelerator.accumulate(model):
-            losses.append(run.graphs(partial(passes, run), batch, scale))
+            losses.append(run.graphs(partial(forward_backward, run), batch, scale))
         if accelerator.device.type == "cpu":
             fill_gradient(model)
         run.padded_tokens += batch["input_ids"].numel()
@@ -45,13 +45,13 @@ def update(run: Run) -> None:
     if healthy:
         optimizer.step()
     run.graphs.clear_gradients(optimizer)
-    if healthy or may_skip(run):
+    if healthy or handle_nonfinite(run):
         run.after_update()
-    else:
+    else:  # anew from the checkpoint that it was rolled back to
         run.start()
 
 
-def passes(run: Run, batch: Batch, scale: Any) -> torch.Tensor:
+def forward_backward(run: Run, batch: Batch, scale: Any) -> torch.Tensor:
     """Add the gradients of a micro-batch's loss times `scale`; return the loss, detached."""
     logits = forward(run.model, batch)
     smoothing = run.config.label_smoothing_factor

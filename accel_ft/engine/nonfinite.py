@@ -29,8 +29,8 @@ class Outcome(NamedTuple):
 
 
 def all_finite(run: Run, losses: list[torch.Tensor], grad_norm: torch.Tensor) -> bool:
-    """Return whether the weights may move: losses and gradients are finite on every rank.
-    Collective.
+    """Return whether the weights may move: losses and gradients are finite on every rank. Here the
+    ranks also agree on a signal to stop. Collective.
 
     On a GPU the answer of the device is read an update later, so that the host does not wait;
     the device itself leaves the weights alone meanwhile.
@@ -68,7 +68,7 @@ def all_finite(run: Run, losses: list[torch.Tensor], grad_norm: torch.Tensor) ->
         elif outcome.step == run.step or run.config.on_nonfinite != "skip":
             return False
         else:
-            may_skip(run)  # the device has
+            handle_nonfinite(run)  # the device has
     return True
 
 
@@ -92,11 +92,11 @@ def _measure(run: Run, losses: list[torch.Tensor], grad_norm: torch.Tensor) -> O
     return Outcome(run.step, values, torch.cuda.current_stream().record_event())
 
 
-def may_skip(run: Run) -> bool:
+def handle_nonfinite(run: Run) -> bool:
     """Deal with the oldest outcome, which is not finite, as `on_nonfinite` says. Collective.
 
     Returns:
-        True to skip it, False after a rollback.
+        True where it is skipped, False after a rollback.
 
     Raises:
         UserError: to stop, or after too many in a row.
@@ -190,15 +190,12 @@ def _roll_back(run: Run, sick_step: int) -> None:
     logger.warning("rolled back to update %d, to go on without %s", run.step, without)
 
 
-def passes_over(run: Run) -> bool:
+def skip_if_left_out(run: Run) -> bool:
     """Leave the coming update out where a rollback says so. Collective."""
     run.watch.stage(f"step {run.step + 1}", can_save=True)
     if run.step not in run.passed_over:
         return False
     deque(islice(run.batches, run.accumulation_steps), maxlen=0)
     run.grad_norm = None
-    ids = run.plan.global_batch(run.step)
-    run.timed_samples -= len(ids)  # which are counted there, and were not trained
-    run.timed_tokens -= int(run.plan.lengths(ids).sum())
-    run.after_update()
+    run.after_update(trained=False)
     return True

@@ -254,11 +254,12 @@ class Run:
     def _eval_steps(self) -> int:
         return self.config.eval_steps or self.plan.steps_per_epoch
 
-    def after_update(self) -> None:
+    def after_update(self, trained: bool = True) -> None:
         """Count an update, and log, evaluate, save or stop where that is due. Collective."""
-        ids = self.plan.global_batch(self.step)
-        self.timed_samples += len(ids)
-        self.timed_tokens += int(self.plan.lengths(ids).sum())
+        if trained:
+            ids = self.plan.global_batch(self.step)
+            self.timed_samples += len(ids)
+            self.timed_tokens += int(self.plan.lengths(ids).sum())
         learning_rate = self.scheduler.get_last_lr()[0]
         self.scheduler.step()
         self.step += 1
@@ -403,7 +404,7 @@ class Run:
             "loss_sums": self.watch.tell(self.loss_sum),
         }
         final = transaction.checkpoint_folder(self.checkpoints, self.step)
-        model = self.plain_model()
+        model = self.unwrapped_model()
         parts = (model.config, self.tokenizer, adapters.peft_config(model))
         state.save(
             self.accelerator, self.watch, final, trainer_state, [p for p in parts if p is not None]
@@ -433,6 +434,6 @@ class Run:
         assert self.best is not None
         return transaction.checkpoint_folder(self.checkpoints, self.best["step"])
 
-    def plain_model(self) -> Any:
+    def unwrapped_model(self) -> Any:
         """The model without what DDP and compile put around it."""
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)

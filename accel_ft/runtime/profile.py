@@ -31,4 +31,5 @@ def make_profiler(folder: Path, rank: int) -> profile:
         schedule=schedule(wait=SKIPPED - 1, warmup=1, active=RECORDED, repeat=1),
         on_trace_ready=write,
         record_shapes=True,
+        acc_events=True,  # there is one cycle; torch 2.11 warns of a second otherwise
     )

@@ -170,15 +170,15 @@ def test_rollback_sets_aside_what_it_passes_over(
 ) -> None:
     """Else it would count as the newest when older ones are pruned."""
     make_sick(monkeypatch, {2 * SICK_STEP})
-    may_skip, root = loop.may_skip, tmp_path / "run/checkpoints"
+    handle_nonfinite, root = loop.handle_nonfinite, tmp_path / "run/checkpoints"
 
     def damage(run: Run) -> bool:
         run.settle()
         for step in (4, 5):
             (root / f"step_{step:08d}/optimizer.bin").unlink()
-        return may_skip(run)
+        return handle_nonfinite(run)
 
-    monkeypatch.setattr(loop, "may_skip", damage)
+    monkeypatch.setattr(loop, "handle_nonfinite", damage)
     train.main([*words, "--on_nonfinite", "rollback", "--save_total_limit", "3"])
     kept = [f"damaged-step_{step:08d}" for step in (4, 5)]
     kept += [f"step_{step:08d}" for step in (10, 11, 12)]
@@ -199,7 +199,7 @@ def test_a_checkpoint_of_sick_weights_is_passed_over(
     def spoil(run: Run) -> None:
         if run.step == 3 and 3 not in run.passed_over:
             with torch.no_grad():
-                run.plain_model().classifier.weight.mul_(1e38)
+                run.unwrapped_model().classifier.weight.mul_(1e38)
         after(run)
 
     monkeypatch.setattr(Run, "after_update", spoil)
@@ -355,7 +355,7 @@ def test_read_late_is_dealt_with_alike(
     write_event = handling._write_event
 
     def seen(run: Run, *args: Any) -> None:
-        model = run.plain_model().state_dict()
+        model = run.unwrapped_model().state_dict()
         moved[str(args[0])] = [value.numpy().tobytes() for value in model.values()]
         write_event(run, *args)
 

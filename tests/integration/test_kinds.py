@@ -67,6 +67,9 @@ def test_micro_batch_of_an_encoder_decoder_is_found(
     words = job_words(bart(tmp_path / "bart"), rows_file, odd_file, tmp_path / "run")
     train.main([*words, "--max_steps", "1", "--per_device_train_batch_size", "auto"])
     assert events_of(tmp_path / "run")[-1]["event"] == "end"
+    card = (tmp_path / "run/model/README.md").read_text()
+    assert "`auto`" not in card  # but the size that was found, as config.yaml has it
+    assert "| `global_batch_size` | `" in card
 
 
 def test_end_token_within_a_text_of_an_encoder_decoder(

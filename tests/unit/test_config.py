@@ -158,7 +158,7 @@ def test_paths_from_python_have_a_home_too() -> None:
 
 
 def test_a_job_to_search_that_is_not_there() -> None:
-    with pytest.raises(ConfigError, match="job=no.yaml: there is no such file. Allowed: FILE"):
+    with pytest.raises(ConfigError, match="job=no.yaml: there is no such file. Allowed: PATH"):
         parse(SearchConfig, ["--job", "no.yaml", "--space", __file__], "search")
 
 
@@ -386,7 +386,7 @@ def test_what_is_no_path_is_told_in_a_line() -> None:
     from accel_ft.settings import checked
 
     table = np.zeros((20, 20))
-    with pytest.raises(ConfigError, match=r"^train_file=a ndarray: .*Allowed: FILE$"):
+    with pytest.raises(ConfigError, match=r"^train_file=a ndarray: .*Allowed: PATH$"):
         checked(TrainConfig, {"train_file": table})
 
 

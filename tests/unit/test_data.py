@@ -575,6 +575,35 @@ def test_labels_that_look_alike_are_told(
     )
 
 
+@pytest.mark.parametrize("count", [4, 30])
+def test_each_labels_rows_are_told_rarest_first(
+    tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture, count: int
+) -> None:
+    """A label that is mistyped in one row is a class of its own."""
+    file = tmp_path / "a.jsonl"
+    labels = [f"label{number:02d}" for number in range(count)] * 2 + ["label00", "typo"]
+    file.write_text("\n".join(json.dumps({"text": "the a", "label": name}) for name in labels))
+    with caplog.at_level("INFO"):
+        load_splits(TrainConfig(train_file=file, validation_file=file), tokenizer)
+    told = f"{count + 1} labels, rarest first: typo 1, label01 2, label02 2, label03 2, label"
+    assert told in caplog.text
+    assert ("label00 3\n" if count == 4 else "label19 2, ...\n") in caplog.text
+
+
+def test_several_labels_rows_are_told(
+    tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "a.jsonl"
+    rows = [{"text": "the a", "label": names} for names in (["a", "b"], ["b"], [])]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    config = TrainConfig(
+        train_file=file, validation_file=file, problem_type="multi_label_classification"
+    )
+    with caplog.at_level("INFO"):
+        load_splits(config, tokenizer)
+    assert "2 labels, rarest first: a 1, b 2\n" in caplog.text
+
+
 def test_predictions_name_the_rows_of_the_data_set(tmp_path: Path, tokenizer) -> None:
     """Those without a label are left out, and counted on: a join with the data set finds its rows."""
     import datasets

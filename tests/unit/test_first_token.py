@@ -278,7 +278,9 @@ def test_the_host_does_not_wait_for_the_mask(kind: str, padded: bool) -> None:
     for cut in (False, True):
         if cut:
             leave_out_the_rest(model)
-        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
+        with profile(
+            activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True
+        ) as record:
             model(**inputs(padded))
         events = record.key_averages(group_by_input_shape=True)
         read.append(sum(event.count for event in events if event.key == "aten::is_nonzero"))
@@ -291,12 +293,12 @@ def test_query_key_and_value_are_one_product() -> None:
     """Of the last layer the query alone is made so; of autocast's casts of tokens two are left out."""
     model = classifier("bert", "sdpa").train()
     leave_out_the_rest(model)
-    with profile(activities=[ProfilerActivity.CPU]) as record:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as record:
         model(**inputs(True))
     count = {event.key: event.count for event in record.key_averages()}
     assert count["aten::linear"] == 1 + 3 + 1 + 3 + 2  # and pooler and classifier
     ask_apart(model)
-    with profile(activities=[ProfilerActivity.CPU]) as record:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as record:
         model(**inputs(True))
     count = {event.key: event.count for event in record.key_averages()}
     assert count["aten::linear"] == 3 + 3 + 1 + 3 + 2
