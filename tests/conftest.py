@@ -1,5 +1,6 @@
 """A tiny random model, small labelled files, and subprocesses with a time limit. No network, no GPU."""
 
+import atexit
 import csv
 import hashlib
 import json
@@ -7,6 +8,7 @@ import logging
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 # Before any library reads them: a cache of our own, and no thought of the Hub.
-CACHE = tempfile.TemporaryDirectory(prefix="accel_ft-tests-")  # goes with this process
-os.environ["HF_HOME"] = CACHE.name
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="accel_ft-tests-")
+atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 os.environ["HF_HUB_OFFLINE"] = "1"
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")  # for test_gpu.py
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what needs no GPU runs without one everywhere
