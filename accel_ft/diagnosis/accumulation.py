@@ -137,8 +137,8 @@ def recording(model: nn.Module | None = None) -> Iterator[list[str]]:
     "left" before a step on gradients that were added to those of the step before.
 
     Args:
-        model: wrapped by DDP; a backward pass whose gradients it sums is followed by "reduce", and
-            a step on what it has not summed preceded by "unsummed".
+        model: wrapped by DDP, or what holds one that is; a backward pass whose gradients it sums is
+            followed by "reduce", and a step on what it has not summed preceded by "unsummed".
     """
     recorder = _Recorder()
     hooks = [
@@ -146,9 +146,10 @@ def recording(model: nn.Module | None = None) -> Iterator[list[str]]:
         register_optimizer_step_post_hook(recorder.leave),
     ]
     model = getattr(model, "_orig_mod", model)  # of torch.compile
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        hooks.append(model.register_forward_pre_hook(recorder.forward))
-        recorder.replicated = dict.fromkeys(model.parameters(), (None, 0))
+    for part in () if model is None else model.modules():
+        if isinstance(part, nn.parallel.DistributedDataParallel):
+            hooks.append(part.register_forward_pre_hook(recorder.forward))
+            recorder.replicated |= dict.fromkeys(part.parameters(), (None, 0))
     patches = [
         recorder.noting(torch.autograd, "backward", recorder.backward),
         recorder.noting(torch.amp.GradScaler, "step", lambda _, one, *__: recorder.step(one)),
@@ -259,6 +260,11 @@ def accumulation_calls(  # noqa: PLR0911
             f"{most} micro-batches",
             "model.no_sync() around all but the last backward pass (accelerator.accumulate)",
         )
+    if counts[0] < most and set(counts[1:]) == {most}:
+        return Verdict.WARN(
+            f"{about}: a short first block",
+            "step after every k-th batch: where (number + 1) % k == 0, of numbers from 0",
+        )
     if len(set(counts)) > 1:
         return Verdict.WARN(
             f"{about}: a short last block",
@@ -278,7 +284,7 @@ def accumulated_gradient(
     where FSDP2 has sharded it.
 
     Args:
-        model: without dropout (`model.eval()` will do).
+        model: without dropout and BatchNorm's statistics (`model.eval()` will do).
         micro_batches: runs the loop's own backward passes over the micro-batches, without a step.
         whole_batch: computes the mean loss of the same samples and its backward pass.
         tolerance: relative; float32 sums in another order differ by about 1e-6, bf16 by 1e-2.
@@ -301,6 +307,7 @@ def accumulated_gradient(
         return Verdict.FAIL(
             about,
             "divide each micro-batch's summed loss by the samples (or label weight) of the whole "
-            "update, not by its own; compute the loss outside the model",
+            "update, not by its own; compute the loss outside the model; zero_grad and clipping "
+            "once an update, not in between",
         )
     return Verdict.PASS(about)

@@ -94,8 +94,9 @@ def overfits(
         steps: at most.
         seconds: at most; a loss that has fallen by half then is enough, and one that falls, or a
             few updates, tell nothing.
-        goal: loss in nats that is near enough; None for a third of the first one, where a loss has
-            no scale of its own. Three updates in a row must be below it.
+        goal: loss in nats that is near enough, above what label smoothing leaves; None for a third
+            of the first one, where a loss has no scale of its own. Three updates in a row must be
+            below it.
     """
     losses: list[float] = []
     started = time.monotonic()

@@ -72,8 +72,8 @@ def optimizer_holds_model(model: nn.Module, *optimizers: torch.optim.Optimizer) 
         return Verdict.FAIL(
             f"the optimizer holds {strangers} tensors the model no longer has, and not: "
             f"{listed(missing)}",
-            "build the optimizer after FSDP has wrapped the model, or prepare both in one call "
-            "(accelerator.prepare(model, optimizer)), which exchanges them",
+            "build the optimizer after the last change to the model's modules; and after FSDP has "
+            "wrapped it, or prepare both in one call (accelerator.prepare(model, optimizer))",
         )
     if missing:
         return Verdict.WARN(

@@ -51,9 +51,9 @@ class Stages:
         self._write(name)
         faulthandler.dump_traceback_later(self.limit, exit=True, file=self._log)
 
-    def _write(self, stage: str, error: str = "", stack: str = "") -> None:
+    def _write(self, stage: str, error: str = "", stack: str = "", last: str = "") -> None:
         self._stage = stage
-        said = {"stage": stage, "at": time.time(), "error": error, "stack": stack}
+        said = {"stage": stage, "at": time.time(), "error": error, "stack": stack, "last": last}
         staging = self.path.with_suffix(".new")  # a kill, or a full disk, leaves no half
         staging.write_text(json.dumps(said))
         staging.replace(self.path)
@@ -73,7 +73,7 @@ class Stages:
         with contextlib.suppress(OSError, ValueError):
             faulthandler.enable()  # to standard error again
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
-            self._write("end")
+            self._write("end", last=self._stage)
         else:  # most recent call first, as faulthandler has it
             stack = "".join(reversed(traceback.format_tb(error.__traceback__)))
             self._write(self._stage, f"{type(error).__name__}: {first_line(error)}", stack)
@@ -97,7 +97,7 @@ def post_mortem(
             return Verdict.FAIL(f"rank {rank} never started", "see the launcher's own output")
         said, log = json.loads(path.read_text()), path.with_suffix(".log")
         if said["stage"] == "end" and not code:
-            well.append(rank)
+            well.append(f"{rank} after stage {said['last']}")
             continue
         stacks = said["stack"] or log.read_text(errors="replace")
         mark = "Current thread " if "Current thread " in stacks else "Thread "  # the main one: last
@@ -113,7 +113,7 @@ def post_mortem(
         return Verdict.PASS(f"{num_ranks} ranks reached their end")
     hung = min(lost)[-1]  # then the order says nothing: each waits for another
     about = listed([words for _, _, words, _ in (lost if hung else sorted(lost))], 8)
-    about += f"; rank {listed(well)} had reached its end before" if well else ""
+    about += f"; ended well before: rank {listed(well)}" if well else ""
     if hung:
         return Verdict.FAIL(
             f"a hang: {about}",

@@ -96,7 +96,8 @@ def resume(make: Callable[[], Job], folder: Path, steps: int = 3) -> list[Findin
     Args:
         make: builds the job from the beginning, as the program does at its start.
         folder: an empty one; on several ranks the same.
-        steps: updates before the save; an odd number, in the middle of an epoch, tells most.
+        steps: updates before the save. More than an epoch's, and into the middle of the next, tell
+            most: in the first, an epoch or a generator that is not saved is as it begins.
 
     Returns:
         One finding for each part that is there after the load, one for the samples of the next

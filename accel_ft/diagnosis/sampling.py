@@ -8,13 +8,14 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from torch.utils.data import IterableDataset, WeightedRandomSampler
+from torch.utils.data import IterableDataset
 
 from accel_ft.diagnosis.finding import Finding, Verdict, check, gather, listed
 from accel_ft.diagnosis.gradients import own_random_numbers
 
 Ids = Callable[[Any], Iterable[Any]]
-Ranks = list[tuple[list[Any], int]]  # of each rank: the numbers of its rows, its largest batch
+# Of each rank: the numbers of its rows, the size of its largest batch, how many batches.
+Ranks = list[tuple[list[Any], int, int]]
 FEW_ROWS = 8  # of a rank
 DRAWN_WITH_REPLACEMENT = 0.45  # share of the rows that is left out, and some more: 1 / e
 SHARD = (
@@ -26,7 +27,7 @@ SHARD = (
 def _read(loader: Iterable[Any], ids: Ids) -> Ranks:
     """Read a loader to its end on every rank. Collective."""
     batches = [[n.tolist() if hasattr(n, "tolist") else n for n in ids(b)] for b in loader]
-    return gather(([*chain(*batches)], max(map(len, batches), default=0)))
+    return gather(([*chain(*batches)], max(map(len, batches), default=0), len(batches)))
 
 
 @check("training rows")
@@ -47,9 +48,10 @@ def training_sampling(
     Returns:
         FAIL where ranks read the same rows, rows are missing, or both epochs of more than 8 rows a
         rank have one order, and where a rank reads all its rows as many times; WARN where it reads
-        some again. The random numbers are as before, but for a generator of the loader's own and
-        the epochs that accelerate's counts; the epoch is 0. Rows that are left out or repeated at
-        the end of an epoch, fewer than one batch of all ranks, are no fault.
+        some again, or has more batches than another. The random numbers are as before, but for a
+        generator of the loader's own and the epochs that accelerate's counts; the epoch is 0. Rows
+        that are left out or repeated at the end of an epoch, fewer than one batch of all ranks, are
+        no fault; nor are any where the loader's sampler says that it draws with replacement.
     """
     epochs = []
     with own_random_numbers():
@@ -70,6 +72,14 @@ def training_sampling(
             "loader.sampler.set_epoch(epoch) before each epoch, or shuffle=True; a stream: another "
             "order in each __iter__",
         )
+    counts = [batches for *_, batches in epochs[0]]
+    if first.verdict is Verdict.PASS and len(set(counts)) > 1:
+        return Verdict.WARN(
+            f"batches of each rank {listed(counts, 8)}; {first.measured}",
+            "as many on each, or the ranks with more wait for those with fewer, or meet their next "
+            "epoch: drop the last ones, or repeat rows (DistributedSampler, accelerator.prepare); "
+            "accelerator.join_uneven_inputs bears it",
+        )
     return first
 
 
@@ -80,13 +90,16 @@ def evaluation_sampling(loader: Iterable[Any], num_samples: int, ids: Ids) -> Fi
     Args:
         loader: what this rank's evaluation iterates over.
         num_samples: rows of the whole data set.
-        ids: gives the numbers of the rows of a batch whose predictions are counted.
+        ids: gives the numbers of the rows of a batch whose predictions are counted: of this rank,
+            or of all, where each counts what all have gathered.
     """
     with own_random_numbers():
         ranks = _read(loader, ids)
+    if all(rank == ranks[0] for rank in ranks):  # one counts as all do
+        ranks = ranks[:1]
     finding = _coverage(ranks, num_samples)
-    counted = sum(len(numbers) for numbers, _ in ranks)
-    rows = {number for numbers, _ in ranks for number in numbers}
+    counted = sum(len(numbers) for numbers, *_ in ranks)
+    rows = {number for numbers, *_ in ranks for number in numbers}
     if finding.verdict is not Verdict.PASS or counted == num_samples == len(rows):
         return finding
     about = f"{counted} predictions are counted of {num_samples} rows ({finding.measured})"
@@ -107,25 +120,32 @@ def _holders(loader: Any) -> Iterator[Any]:
             yield from _holders(getattr(loader, name, None))
 
 
-def _coverage(ranks: Ranks, num_samples: int, loader: Any = None) -> Finding:
-    rows = [Counter(numbers) for numbers, _ in ranks]  # how often each rank reads each
+def _coverage(  # noqa: PLR0911
+    ranks: Ranks, num_samples: int, loader: Any = None
+) -> Finding:
+    rows = [Counter(numbers) for numbers, *_ in ranks]  # how often each rank reads each
     readers = Counter(number for read in rows for number in read)  # how many ranks do
     shared = sum(count > 1 for count in readers.values())
     sizes, missing = [read.total() for read in rows], num_samples - len(readers)
     again = sum(sizes) - sum(map(len, rows))
-    largest = [batch for _, batch in ranks]
+    largest = [batch for _, batch, _ in ranks]
     room = sum(largest)  # what evening out, or dropping the end, may cost
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
         room *= max(getattr(loader, "num_workers", 0), 1)  # each worker has an end of its own
     about = f"rows of each rank {listed(sizes, 8)}; {len(readers)} different ones of {num_samples}"
+    if any(getattr(each, "replacement", False) for each in _holders(loader)):
+        if len(ranks) > 1 and all(numbers == ranks[0][0] for numbers, *_ in ranks):
+            mend = "accelerator.prepare(loader), or another seed of its sampler on each rank"
+            return Verdict.FAIL(f"the ranks draw the same rows; {about}", mend)
+        return Verdict.PASS(f"drawn with replacement; {about}")
     is_whole = min(map(len, rows)) == num_samples > max(largest) and len(rows) > 1
-    if is_whole or (shared > room and (again <= room or sum(sizes) > num_samples + room)):
+    if is_whole or (shared > room and (again == 0 or sum(sizes) > num_samples + room)):
         return Verdict.FAIL(
             f"the ranks read the same rows: {shared} on more than one; {about}", SHARD
         )
-    by_weight = any(isinstance(each, WeightedRandomSampler) for each in _holders(loader))
-    if again > room and (by_weight or missing <= DRAWN_WITH_REPLACEMENT * num_samples):
-        alike = not by_weight and all(min(read.values(), default=0) > 1 for read in rows)
+    seems_drawn = again > 0 and missing > room and abs(sum(sizes) - num_samples) <= room
+    if (again > room or seems_drawn) and missing <= DRAWN_WITH_REPLACEMENT * num_samples:
+        alike = all(min(read.values(), default=0) > 1 for read in rows)
         return (Verdict.FAIL if alike else Verdict.WARN)(
             f"{again} times a rank reads a row again, {missing} are never read; {about}",
             "drawn with replacement, that is so; each worker of an IterableDataset its share "
@@ -133,7 +153,9 @@ def _coverage(ranks: Ranks, num_samples: int, loader: Any = None) -> Finding:
         )
     if missing > room:
         return Verdict.FAIL(
-            f"{missing} rows are never read; {about}", "a sampler that covers the data set"
+            f"{missing} rows are never read; {about}",
+            "a sampler that covers the data set, and one that shares it out: DistributedSampler "
+            "(or the stream itself) or accelerator.prepare, not both",
         )
     if missing < 0:
         return Verdict.FAIL(about, "numbers that stay with their rows, and all rows counted")

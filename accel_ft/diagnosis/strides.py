@@ -18,7 +18,7 @@ from accel_ft.diagnosis.gradients import gradients_of
 
 MEND = (
     "accel_ft.diagnosis.strides.match_strides(model) before training lays each gradient out as its "
-    "parameter; or model.to(memory_format=torch.channels_last), which lays out both alike"
+    "parameter; or, of a Conv2d, model.to(memory_format=torch.channels_last) lays out both alike"
 )
 
 

@@ -26,7 +26,7 @@ PICKLING = ("__reduce__", "__getstate__")
 
 
 def _held(value: Any, seen: set[int] | None = None, depth: int = 0) -> Iterator[Any]:
-    """Yield tensors, arrays, modules and long lists that an object holds, in whatever way."""
+    """Yield tensors, arrays, modules and long collections that an object holds, in whatever way."""
     seen = {id(vars(builtins))} if seen is None else seen
     if id(value) in seen or depth > 8 or len(seen) > LONG_LIST:
         return
@@ -34,7 +34,8 @@ def _held(value: Any, seen: set[int] | None = None, depth: int = 0) -> Iterator[
     if isinstance(value, torch.Tensor | nn.Module | np.ndarray):
         yield value
     elif not isinstance(value, type | ModuleType):
-        if isinstance(value, list | tuple) and len(value) > LONG_LIST:
+        are_alike = isinstance(value, list | tuple | dict | set)
+        if are_alike and len(value) > LONG_LIST:
             yield value
         parts = gc.get_referents(value)
         if isinstance(value, FunctionType):  # of its module, what it reads
@@ -45,7 +46,6 @@ def _held(value: Any, seen: set[int] | None = None, depth: int = 0) -> Iterator[
         if any(isinstance(vars(type(value)).get(name), FunctionType) for name in PICKLING):
             own = [*parts, *getattr(value, "__dict__", {}).values()]  # it says what a worker gets
             seen |= {id(each) for each in own if isinstance(each, np.ndarray)}
-        are_alike = isinstance(value, list | tuple | dict | set)
         for each in parts[:128] if are_alike else parts:
             yield from _held(each, seen, depth + 1)
 
@@ -104,11 +104,12 @@ def _far(owner: str, held: Iterable[Any]) -> list[str]:
 
 
 def _copied(part: Any, loader: DataLoader[Any]) -> str:
-    """What a worker copies: lists (reference counts), and arrays where it is not forked; tensors
-    torch puts into shared memory.
+    """What a worker copies: collections of objects (reference counts), and arrays where it is not
+    forked; tensors torch puts into shared memory.
     """
-    if isinstance(part, list | tuple):
-        return f"a list of {len(part):,}"
+    has_objects = isinstance(part, np.ndarray) and part.dtype == object and part.size > LONG_LIST
+    if isinstance(part, list | tuple | dict | set) or has_objects:
+        return f"a {type(part).__name__} of {len(part):,}"
     method = (loader.multiprocessing_context or multiprocessing).get_start_method()
     copies = isinstance(part, np.ndarray) and part.nbytes > LARGE_BYTES and method != "fork"
     return f"an array of {part.nbytes / 2**20:.0f} MiB" if copies else ""

@@ -138,7 +138,8 @@ def _announce(run: Run) -> None:
         )  # fmt: skip
     logger.info(
         "training: %d rows, %d updates of %d samples (%d an epoch; %d done), ranks x accumulation "
-        "steps x micro-batch: %d x %d x %d; %.1f million parameters, %.3g %% trained; %s, precision %s",
+        "steps x micro-batch: %d x %d x %d; %.1f million parameters, %.3g %% trained; %s, "
+        "precision %s",
         rows, run.num_steps, size, run.plan.steps_per_epoch, run.step,
         accelerator.num_processes, run.accumulation_steps, math.ceil(size / run.num_micro_batches),
         run.num_parameters / 1e6, 100 * run.num_trained / run.num_parameters,

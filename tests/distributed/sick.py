@@ -109,6 +109,26 @@ def epoch_of_one_rank():
     }
 
 
+def uneven_loaders():
+    """A stream that each rank cuts to its share, of 19 rows: 5 batches and 4."""
+
+    class Shared(torch.utils.data.IterableDataset):
+        epoch = -1
+
+        def __iter__(self):
+            self.epoch += 1
+            order = torch.randperm(18, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+            mine = order[:10] if dist.get_rank() == 0 else order[10:]
+            return iter([(*ROWS[row][:1], row) for row in mine])
+
+    sampler = DistributedSampler(ROWS, shuffle=True)
+    sharded = DataLoader(ROWS, batch_size=2, sampler=sampler)
+    return {
+        "broken": sampling.training_sampling(DataLoader(Shared(), 2), 18, lambda batch: batch[1]),
+        "mended": sampling.training_sampling(sharded, 20, ids, sampler.set_epoch),
+    }
+
+
 def padded_evaluation():
     rows = torch.utils.data.Subset(ROWS, range(19))
     padded = DataLoader(rows, 4, sampler=DistributedSampler(rows, shuffle=False))
@@ -213,10 +233,10 @@ def synchronised_too_often():
 def unsummed():
     """`no_sync` on all but the first micro-batch, on every one, and a way round the wrapper."""
 
-    def recorded(is_local, around=False):
+    def recorded(is_local, around=False, within=False):
         model = DistributedDataParallel(small_model())
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        with accumulation.recording(model) as events:
+        with accumulation.recording(nn.Sequential(model) if within else model) as events:
             for number in range(8):
                 with model.no_sync() if is_local(number % 4) else contextlib.nullcontext():
                     net = model.module if around else model
@@ -228,6 +248,7 @@ def unsummed():
 
     broken = [recorded(lambda at: at != 0), recorded(lambda at: True)]
     broken.append(recorded(lambda at: False, around=True))
+    broken.append(recorded(lambda at: True, within=True))
     assert len({finding.measured for finding in broken}) == 1, broken
     return {"broken": broken[0], "mended": recorded(lambda at: at != 3)}
 
@@ -372,6 +393,17 @@ def healthy():
     net(images)
     sharded = small_model()
     fully_shard(sharded)
+    weights = torch.tensor([1.0] * 15 + [3.0] * 5)
+    own = torch.Generator().manual_seed(dist.get_rank())
+    weighted = torch.utils.data.WeightedRandomSampler(weights, 10, generator=own)
+    mine = torch.utils.data.Subset(ROWS, range(dist.get_rank(), 19, 2))
+    everywhere = DataLoader(mine, 4)
+
+    def gathered(batch):
+        ranks = [None] * 2
+        dist.all_gather_object(ranks, ids(batch))
+        return [*ranks[0], *ranks[1]]
+
     model = DistributedDataParallel(small_model())
     counts = []
     for _ in range(2):  # recording takes nothing away: the hook of DDP is still the program's own
@@ -387,6 +419,8 @@ def healthy():
         "made even": sampling.training_sampling(
             DataLoader(odd, 4, sampler=evened), 19, ids, evened.set_epoch
         ),
+        "by weight": sampling.training_sampling(DataLoader(ROWS, 2, sampler=weighted), 20, ids),
+        "gathered": sampling.evaluation_sampling(everywhere, 19, gathered),
         "channels_last": strides.gradient_strides(net, lambda: net(images).square().mean()),
         "sharded": replicas.same_weights(sharded),
         "reduces": counts,
@@ -395,7 +429,7 @@ def healthy():
 
 CASES = [
     healthy,
-    strided, same_data, no_set_epoch, epoch_of_one_rank, padded_evaluation, seeds, drifting_buffer, tampered, skipped_backward, probe,
+    strided, same_data, no_set_epoch, epoch_of_one_rank, uneven_loaders, padded_evaluation, seeds, drifting_buffer, tampered, skipped_backward, probe,
     late_rank, synchronised_too_often, unsummed, fresh_state, means_of_means,
 ]  # fmt: skip
 

@@ -34,6 +34,7 @@ NAMED = {
     "same_data": ("training rows", "the ranks read the same rows: 20 on more than one"),
     "no_set_epoch": ("training rows", "both epochs have one order"),
     "epoch_of_one_rank": ("training rows", "in the second epoch the ranks read the same rows"),
+    "uneven_loaders": ("training rows", "batches of each rank 5, 4; rows of each rank 10, 8"),
     "padded_evaluation": ("evaluation rows", "20 predictions are counted of 19 rows"),
     "seeds": ("same weights", "4 of 4 differ from rank 0's, on rank 1; the first is 0.weight"),
     "drifting_buffer": ("same buffers", "2 of 3 differ from rank 0's, on rank 1; the first is 1.running_mean"),
@@ -106,8 +107,8 @@ ENDS = {
     "segmentation fault": "rank 1 at stage model at File",
     "hidden exit": "rank 1 at stage model: ended without a word with exit code 0",
     "exception": "rank 1 at stage model at File",
-    "swallowed exception": "rank 1 had reached its end before",
-    "out of data early": "rank 1 had reached its end before",
+    "swallowed exception": "ended well before: rank 1 after stage step 3",
+    "out of data early": "ended well before: rank 1 after stage step 2",
     "different collectives": "a hang: rank 0 at stage step 2",
     "state dict on rank 0 alone": "a hang: rank 0 at stage step 2",
 }

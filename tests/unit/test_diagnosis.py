@@ -141,6 +141,21 @@ def test_device_tensors_in_workers() -> None:
     well(tensors.dataset_tensors(DataLoader(Encoded(), num_workers=2)))
 
 
+@pytest.mark.parametrize("kind", [list, tuple, dict.fromkeys, set, np.array])
+def test_copies_of_many_objects(kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading one changes its reference count, and so its page, in each worker."""
+    monkeypatch.setattr(tensors, "LONG_LIST", 1000)
+    rows = Encoded()
+    numbers = [bytes([number % 256, number // 256]) for number in range(1100)]
+    rows.texts = kind(numbers) if kind is not np.array else np.array(numbers, object)
+    named = f"a {type(rows.texts).__name__} of 1,100"
+    caught(tensors.dataset_tensors(DataLoader(rows, num_workers=2)), f"2 workers copies {named}")
+    well(tensors.dataset_tensors(DataLoader(rows)))
+    if kind is np.array:
+        rows.texts = np.array(numbers)  # bytes, not objects
+        well(tensors.dataset_tensors(DataLoader(rows, num_workers=2)))
+
+
 def test_copies_in_spawned_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensors, "LARGE_BYTES", 16)
     rows = Encoded()
@@ -266,6 +281,11 @@ def test_what_a_loop_calls() -> None:
     well(accumulation.accumulation_calls(epoch(2, 2), 4))  # an epoch shorter than an update
     short = accumulation.accumulation_calls(epoch(9, 4, flush=True), 4)
     caught(short, "3 updates of 1, 4 micro-batches: a short last block")
+    off_by_one = ["backward", "step", *(["backward"] * 4 + ["step"]) * 2]  # number % 4 == 0
+    caught(
+        accumulation.accumulation_calls(off_by_one, 4),
+        "3 updates of 1, 4 micro-batches: a short first block",
+    )
     caught(
         accumulation.accumulation_calls(epoch(8, 4, schedule_each=True), 4),
         "the scheduler is stepped 4 times an update",
@@ -389,11 +409,13 @@ def test_random_numbers_that_an_update_does_not_draw(tmp_path: Path) -> None:
 
 def test_rows_that_ranks_share() -> None:
     def verdict(rows: list[list[int]], batch: int, of: int) -> str:
-        return sampling._coverage([(numbers, batch) for numbers in rows], of).verdict
+        return sampling._coverage([(numbers, batch, 1) for numbers in rows], of).verdict
 
     draw = np.random.default_rng(0).integers(1000, size=(2, 500)).tolist()
     assert verdict(draw, 16, 1000) == "WARN"  # drawn with replacement, each rank its share
     assert verdict([draw[0] + draw[1]] * 2, 16, 1000) == "FAIL"  # and here each rank draws them all
+    drawn = [np.random.default_rng(rank).integers(40, size=20).tolist() for rank in range(2)]
+    assert verdict(drawn, 4, 40) == "WARN"  # few rows: the ranks share as many as a batch has
     assert verdict([list(range(1000))] * 2, 16, 1000) == "FAIL"
     assert verdict([list(range(64))] * 2, 32, 64) == "FAIL"  # as small as what evening out may cost
     assert (
@@ -861,7 +883,7 @@ def test_a_post_mortem_reads_codes_and_names(tmp_path: Path) -> None:
     well(postmortem.post_mortem(tmp_path, 2))
     caught(
         postmortem.post_mortem(tmp_path, 2, {0: 0, 1: -11}),
-        "rank 1 at stage end: ended by SIGSEGV; rank 0 had reached its end before",
+        "rank 1 at stage end: ended by SIGSEGV; ended well before: rank 0 after stage start",
     )
     with (
         contextlib.suppress(ValueError, OSError),
