@@ -168,7 +168,8 @@ def checked(
                 is_range = item["type"].startswith(("greater_than", "less_than"))
                 words += "" if is_range else f". Allowed: {allowed}"
                 given = item["input"]
-                is_short = isinstance(given, str) or len(str(given)) <= LONGEST
+                is_short = len(str(given)) <= LONGEST and "\n" not in str(given)  # of a table
+                is_short |= isinstance(given, str)
                 found = given if is_short else f"a {type(given).__name__}"
                 listed.append(f"{key}={found}{where}: {words}")
         # For what is wrong between the others; what is missing is a text or an existing file.

@@ -116,12 +116,34 @@ class Source:
         return {number: text for number, (_, text, _) in enumerate(rows) if number in wanted}
 
 
-def file_source(path: Path, columns: set[str] | None = None) -> Source:
+def file_source(path: Path, config: DataConfig) -> Source:
     """Open a local csv, tsv, json, jsonl or parquet file; its fingerprint is its SHA-256."""
-    suffix, name = path.suffix.lower().removeprefix("."), str(path)
+    suffix, name, columns = path.suffix.lower().removeprefix("."), str(path), used_columns(config)
+    names = _names_in_parquet(name, config.label_column) if suffix == "parquet" else None
     return Source(
-        name, sha256(path), lambda: read_records(name, suffix, columns), path=path.absolute()
+        name, sha256(path), lambda: read_records(name, suffix, columns), names, path.absolute()
     )
+
+
+def _names_in_parquet(path: str, label_column: str) -> tuple[str, ...] | None:
+    """The names of integer labels where `datasets` has written them down beside the rows."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        schema = pyarrow.parquet.read_schema(path)
+    except (pyarrow.ArrowException, OSError):  # which reading the rows tells
+        return None
+    if b"huggingface" not in (schema.metadata or {}):
+        return None
+    from datasets import Features
+
+    return _declared_names(Features.from_arrow_schema(schema).get(label_column))
+
+
+def _declared_names(feature: Any) -> tuple[str, ...] | None:
+    """The names of a column's integer labels, or of the elements of its lists."""
+    return tuple(getattr(getattr(feature, "feature", feature), "names", None) or ()) or None
 
 
 def used_columns(config: Config) -> set[str]:
@@ -190,8 +212,9 @@ def _read_delimited(
         except csv.Error as error:
             fault = f"the row that starts here: {error}; close or double its quotes, or save the "
             fault += "file with other line ends"
-            if header is None:
-                raise DataError(f"{name}: {place}: {fault}") from error
+            hint = _other_delimiter(header or ())
+            if header is None or hint:
+                raise DataError(f"{name}: {place}: {hint or fault}") from error
             yield place, fault
             continue
         if not fields:
@@ -291,7 +314,10 @@ def hub_sources(config: DataConfig, name: str, needs_train: bool = True) -> dict
     if Path(name).is_file():
         raise ConfigError(f"dataset_name={name}: is a file. Fix: --train_file {name}")
     with fetching("dataset_name", name):
-        loaded = datasets.load_dataset(name, config.dataset_config_name)
+        if (Path(name) / "state.json").is_file():  # one data set, as save_to_disk leaves it
+            loaded = {"train": datasets.load_from_disk(name)}
+        else:
+            loaded = datasets.load_dataset(name, config.dataset_config_name)
     sources = {}
     name = f"{name}, {config.dataset_config_name}" if config.dataset_config_name else name
     named: dict[str, str | None] = {s: getattr(config, f"{s}_split_name") for s in SPLITS}
@@ -303,7 +329,8 @@ def hub_sources(config: DataConfig, name: str, needs_train: bool = True) -> dict
             labelled = _labelled(rows, config.label_column)
             if len(labelled) < len(rows):
                 logger.warning(
-                    "%s: %d of its %d %s rows have no label (-1, or null) and are left out",
+                    "%s: %d of its %d %s rows have no label (-1, or null, as which `datasets` "
+                    "reads NA and None in a csv; --train_file does not) and are left out",
                     name, len(rows) - len(labelled), len(rows), its_name,
                 )  # fmt: skip
             if len(labelled):
@@ -343,10 +370,8 @@ def _hub_source(name: str, rows: Any, labelled: NDArray[np.int64], config: DataC
             for values in zip(*batch.values(), strict=True):
                 yield f"row {next(numbers)}", dict(zip(batch, values, strict=True))
 
-    feature = rows.features.get(config.label_column)
-    names = getattr(getattr(feature, "feature", feature), "names", None)  # of a list's elements
-    label_names = tuple(names) if names else None
-    return Source(name, f"{name} {rows._fingerprint}", records, label_names, numbers=labelled)
+    names = _declared_names(rows.features.get(config.label_column))
+    return Source(name, f"{name} {rows._fingerprint}", records, names, numbers=labelled)
 
 
 def check_columns(name: str, record: dict[str, Any], config: Config) -> None:

@@ -119,6 +119,7 @@ def tokenize(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
         config.model_dump(mode="json", include=KEYS),
         tokenizer_fingerprint(tokenizer),
         tokenizer.pad_token_id,  # which an empty text may become
+        *["one end"] * getattr(tokenizer, "split_special_tokens", False),  # see `token_ids`
         source.path and source.path.suffix.lower(),  # the same bytes may be a csv and a tsv
     ]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
@@ -257,10 +258,12 @@ def token_ids(
             f"Allowed: more than {special}"
         )
     cut = {"truncation": True, "max_length": max_seq_length}  # of a pair, the longer text first
+    has_own_end = getattr(tokenizer, "split_special_tokens", False)
     encoded = tokenizer(
         *map(list, columns),
         **cut,
         return_attention_mask=False,
+        return_special_tokens_mask=has_own_end,
         return_token_type_ids="token_type_ids" in tokenizer.model_input_names
         and (are_pairs or has_types_of_single_texts(tokenizer, **cut)),
     )
@@ -269,6 +272,10 @@ def token_ids(
     empty = [[tokenizer.pad_token_id], [0]][: len(names)]
     rows = zip(*(encoded[name] for name in names), strict=True)
     arrays = [np.array(row if row[0] else empty, np.int32) for row in rows]
+    if has_own_end:  # which T5's vocabulary has among the pieces of a text, as in <s>10</s>
+        end, masks = tokenizer.eos_token_id, encoded["special_tokens_mask"]
+        pairs = zip(arrays, masks, strict=True)
+        arrays = [ids[:, (ids[0] != end) | np.array(m, bool)] if m else ids for ids, m in pairs]
     if encoded.encodings is not None:
         return arrays, sum(bool(encoding.overflowing) for encoding in encoded.encodings)
     return arrays, sum(row.shape[1] >= max_seq_length for row in arrays)

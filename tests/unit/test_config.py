@@ -385,9 +385,9 @@ def test_keys_that_contradict_each_other(words: list[str], told: str) -> None:
 def test_what_is_no_path_is_told_in_a_line() -> None:
     from accel_ft.settings import checked
 
-    table = np.zeros((20, 20))
-    with pytest.raises(ConfigError, match=r"^train_file=a ndarray: .*Allowed: PATH$"):
-        checked(TrainConfig, {"train_file": table})
+    for table in (np.zeros((20, 20)), np.zeros((2, 2))):  # of several lines, if short ones
+        with pytest.raises(ConfigError, match=r"^train_file=a ndarray: .*Allowed: PATH$"):
+            checked(TrainConfig, {"train_file": table})
 
 
 def test_help_of_what_a_run_decides(capsys: pytest.CaptureFixture[str]) -> None:

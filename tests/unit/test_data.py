@@ -48,7 +48,9 @@ def tokenizer(tiny_model: Path):
 
 
 def store_of(path: Path, tokenizer, max_seq_length: int = 16) -> TokenStore:
-    return tokenize(file_source(path), DataConfig(max_seq_length=max_seq_length), tokenizer)
+    return tokenize(
+        file_source(path, DataConfig()), DataConfig(max_seq_length=max_seq_length), tokenizer
+    )
 
 
 def splits_of(tokenizer, *words: str) -> Splits:
@@ -66,7 +68,7 @@ def test_store_holds_what_the_tokenizer_says(
 ) -> None:
     monkeypatch.setattr(tokenize_module, "ROWS_AT_ONCE", 10)
     store = store_of(rows_file, tokenizer)
-    rows = list(file_source(rows_file).rows(DataConfig()))
+    rows = list(file_source(rows_file, DataConfig()).rows(DataConfig()))
     assert len(store) == 47
     for number, (_, text, label) in enumerate(rows):
         expected = tokenizer(text, truncation=True, max_length=16)["input_ids"]
@@ -182,7 +184,7 @@ def test_a_store_that_another_process_makes_meanwhile_is_not_thrown_away(
     rows_file: Path, tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Published between the look for it and what follows from there being none."""
-    source, config = file_source(rows_file), DataConfig(max_seq_length=16)
+    source, config = file_source(rows_file, DataConfig()), DataConfig(max_seq_length=16)
     inode = []
 
     def open_first(folder: Path, name: str) -> TokenStore:
@@ -259,7 +261,7 @@ def test_a_file_that_changes_while_it_is_read(
     """Its rows would stand in the cache under the hash of others."""
     path = tmp_path / "rows.csv"
     path.write_text("text,label\na,x\nb,y\n")
-    source = file_source(path)
+    source = file_source(path, DataConfig())
     path.write_text("text,label\na,y\nb,x\n")
     with pytest.raises(DataError, match="changed while it was read"):
         tokenize(source, DataConfig(), tokenizer)
@@ -282,7 +284,7 @@ def test_a_cache_on_a_disk_that_is_not_there(
 
 def test_a_full_disk_leaves_nothing_in_the_cache(tmp_path: Path, tokenizer) -> None:
     """Its error comes with the write that it concerns, though the file is small."""
-    source = file_source(write_rows(tmp_path / "rows.csv", 100))
+    source = file_source(write_rows(tmp_path / "rows.csv", 100), DataConfig())
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
     try:
@@ -539,7 +541,7 @@ def rows(path: Path, *texts: str) -> Path:
 def test_cut_texts_are_counted(tmp_path: Path, tokenizer) -> None:
     """Exactly 4 tokens is not cut, 5 are; a text of a million characters is one of them."""
     file = rows(tmp_path / "a.jsonl", "the a", "the a of", "the " * 250_000, "")
-    store = tokenize(file_source(file), DataConfig(max_seq_length=4), tokenizer)
+    store = tokenize(file_source(file, DataConfig()), DataConfig(max_seq_length=4), tokenizer)
     assert (store.num_cut_texts, store.num_empty_texts) == (2, 1)
     assert store.lengths(np.arange(4)).tolist() == [4, 4, 4, 2]
 
@@ -585,9 +587,50 @@ def test_each_labels_rows_are_told_rarest_first(
     file.write_text("\n".join(json.dumps({"text": "the a", "label": name}) for name in labels))
     with caplog.at_level("INFO"):
         load_splits(TrainConfig(train_file=file, validation_file=file), tokenizer)
-    told = f"{count + 1} labels, rarest first: typo 1, label01 2, label02 2, label03 2, label"
+    told = f"{count + 1} labels, rarest first: typo 1; label01 2; label02 2; label03 2; label"
     assert told in caplog.text
-    assert ("label00 3\n" if count == 4 else "label19 2, ...\n") in caplog.text
+    assert ("label00 3\n" if count == 4 else "label19 2; ...\n") in caplog.text
+
+
+def test_a_label_that_no_training_row_has_is_told(
+    tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All rows of a rare one may be among those that are held back; weights do not bring it back."""
+    file = tmp_path / "a.jsonl"
+    rows = [{"text": f"the {number}", "label": "a" if number else "b"} for number in range(8)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    splits = {}
+    for count in range(1, 9):
+        with caplog.at_level("WARNING"):
+            config = TrainConfig(train_file=file, validation_file=file, max_train_samples=count)
+            caplog.clear()
+            splits = load_splits(config, tokenizer)
+        missing = {"ab"[number] for number in (0, 1)}
+        missing -= {"ab"[number] for number in splits.train.label_ids()}
+        told = [f"labels without a training row, not to be learnt: {name}" for name in missing]
+        assert [m for m in caplog.messages if "without a training row" in m] == told
+    assert not missing  # of all rows; of one row some was
+
+
+def test_an_end_token_among_the_pieces_of_a_text() -> None:
+    """T5's vocabulary has it, and its head wants one in each row: <s>10</s> is struck through."""
+    from tokenizers import Tokenizer, models, processors
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<pad>", "</s>", "<unk>", "a", "b", "<", "s", ">", "/"]
+    backend = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces[:]], unk_id=2))
+    backend.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", pad_token="<pad>", unk_token="<unk>",
+        split_special_tokens=True,
+    )  # fmt: skip
+    assert tokenizer("a</s>b")["input_ids"] == [3, 1, 4, 1]
+    arrays, _ = token_ids(tokenizer, ["a</s>b", "ab", ""], 16)
+    assert [ids.tolist() for ids in arrays] == [[[3, 4, 1]], [[3, 4, 1]], [[1]]]
+    arrays, _ = token_ids(tokenizer, [("a</s>", "b"), ("a", "</s>")], 16)
+    assert [ids.tolist() for ids in arrays] == [[[3, 1, 4, 1]], [[3, 1, 1]]]
 
 
 def test_several_labels_rows_are_told(
@@ -601,7 +644,7 @@ def test_several_labels_rows_are_told(
     )
     with caplog.at_level("INFO"):
         load_splits(config, tokenizer)
-    assert "2 labels, rarest first: a 1, b 2\n" in caplog.text
+    assert "2 labels, rarest first: a 1; b 2\n" in caplog.text
 
 
 def test_predictions_name_the_rows_of_the_data_set(tmp_path: Path, tokenizer) -> None:
