@@ -294,8 +294,8 @@ class TrainConfig(HubConfig, DataConfig):
     max_grad_norm: float = Field(1.0, ge=0)
     """Clip the global gradient norm to this; 0 for no clipping."""
     class_weights: Weights | Literal["balanced"] | None = None
-    """What a row of each label weighs in the loss, by id (YAML list, or 1,2,0.5 on the command line),
-    or balanced: one over its label's share of the training rows."""
+    """What a row of each label weighs in the loss: by id (YAML list, or 1,2,0.5 on the command
+    line), or balanced: one over its label's share of the training rows."""
     label_smoothing_factor: float = Field(0.0, ge=0, lt=1)
     """Share of the target spread evenly over all labels."""
     oversampling: Literal["balanced"] | None = None
