@@ -160,15 +160,17 @@ def _describe(config: TrainConfig, label_names: list[str], events: list[dict[str
     told = config.without_this_start().model_dump(mode="json", exclude_defaults=True)
     for key in ("max_seq_length", "model_name_or_path", "output_dir"):
         told[key] = str(getattr(config, key))
-    if "html" in config.report_to:
-        try:
-            write_report([config.output_dir], config.output_dir)
-        except Exception as error:  # the model is there, and more worth than its picture
-            logger.warning("the report could not be written: %s", str(error) or repr(error))
-    card = model_card(label_names, told, *results(events))  # the last thing: it says all is there
-    place = config.output_dir / "model" / "README.md"
+    place = config.output_dir / "report.html"
     try:
-        write_whole(place, card)
+        if "html" in config.report_to:
+            try:
+                write_report([config.output_dir], config.output_dir)
+            except OSError:
+                raise
+            except Exception as error:  # the model is there, and more worth than its picture
+                logger.warning("the report could not be written: %s", str(error) or repr(error))
+        place = config.output_dir / "model" / "README.md"  # the last thing: it says all is there
+        write_whole(place, model_card(label_names, told, *results(events)))
     except OSError as error:
         raise CheckpointError(
             f"{place}: cannot be written ({error.strerror}); the model is there. Fix: room on its "

@@ -173,6 +173,14 @@ def newest_sound(root: Path, unwanted: Collection[int] = ()) -> Path | None:
     return found
 
 
+def best_step(folder: Path) -> int | None:
+    """Return the update of the evaluation that was the best when a checkpoint was written."""
+    with contextlib.suppress(CheckpointError):
+        best = read_trainer_state(folder)["best"]
+        return None if best is None else int(best["step"])
+    return None
+
+
 def read_trainer_state(folder: Path) -> dict[str, Any]:
     """Read a verified checkpoint's trainer_state.json.
 

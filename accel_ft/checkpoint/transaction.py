@@ -20,7 +20,7 @@ import logging
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -171,15 +171,14 @@ def list_published(root: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in steps if match)
 
 
-def prune(root: Path, keep: int | None, protected: int | None) -> None:
-    """Remove checkpoints, but for the newest `keep`, at least one, and that of step `protected`."""
-    if keep is not None:
-        for step, path in list_published(root)[:-keep]:
-            if step != protected:
-                try:
-                    remove(path)
-                except OSError as error:  # what a reader still holds open on NFS may stay behind
-                    logger.warning("%s could not be removed: %s", path, error)
+def prune(root: Path, keep: int, protected: Collection[int | None] = ()) -> None:
+    """Remove checkpoints, but for the newest `keep`, at least one, and those of steps `protected`."""
+    for step, path in list_published(root)[:-keep]:
+        if step not in protected:
+            try:
+                remove(path)
+            except OSError as error:  # what a reader still holds open on NFS may stay behind
+                logger.warning("%s could not be removed: %s", path, error)
 
 
 def remove_leftovers(root: Path, later: Sequence[Path] = ()) -> None:

@@ -132,7 +132,10 @@ def tokenize(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError) as error:
         if was_there:
             logger.warning("%s: damaged token cache, made anew (%s)", folder, error)
-            shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
+            if folder.is_dir():  # another process may be at it too
+                shutil.rmtree(folder, ignore_errors=True)
+            else:
+                folder.unlink(missing_ok=True)
     logger.info("tokenising %s", source.name)
     try:
         return _make_store(folder, source, config, tokenizer)

@@ -197,5 +197,5 @@ def skip_if_left_out(run: Run) -> bool:
         return False
     deque(islice(run.batches, run.accumulation_steps), maxlen=0)
     run.grad_norm = None
-    run.after_update(trained=False)
+    run.after_update()
     return True

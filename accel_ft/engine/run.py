@@ -225,6 +225,8 @@ class Run:
         metric, rule = self.best["metric"], self.config.best_rule
         is_needed = self.protected_step not in (None, self.step)  # or it was just loaded
         is_lost = is_needed and not state.is_sound(self.watch, self.best_folder())
+        if is_lost and self.is_over:  # before what its end has left is removed
+            raise self.best_is_lost()
         is_other = metric != rule and self.step < self.num_steps
         is_other |= rows != self.splits.validation.fingerprint() and not self.is_over
         if is_lost or is_other:
@@ -254,9 +256,9 @@ class Run:
     def _eval_steps(self) -> int:
         return self.config.eval_steps or self.plan.steps_per_epoch
 
-    def after_update(self, trained: bool = True) -> None:
+    def after_update(self) -> None:
         """Count an update, and log, evaluate, save or stop where that is due. Collective."""
-        if trained:
+        if self.step not in self.passed_over:
             ids = self.plan.global_batch(self.step)
             self.timed_samples += len(ids)
             self.timed_tokens += int(self.plan.lengths(ids).sum())
@@ -425,9 +427,24 @@ class Run:
         """Update of the best checkpoint, where that is to be kept."""
         return self.best["step"] if self.best and self.config.load_best_model_at_end else None
 
-    def _publish(self, final: Path, keep: int | None, protected: int | None) -> None:
+    def _publish(self, final: Path, keep: int | None, best: int | None) -> None:
         transaction.publish(final)
-        transaction.prune(self.checkpoints, keep, protected)
+        if keep is not None:
+            # A resume or rollback to the oldest that stays needs what was the best by then; what was
+            # since is among those that stay, or the best now.
+            oldest = transaction.list_published(self.checkpoints)[-keep:][0][1]
+            protected = () if best is None else (best, state.best_step(oldest))
+            transaction.prune(self.checkpoints, keep, protected)
+
+    def best_is_lost(self) -> CheckpointError:
+        """Return what to raise where the best model is asked for, and cannot be had any more."""
+        assert self.best is not None
+        return CheckpointError(
+            f"{self.best_folder()}: is missing or damaged, and load_best_model_at_end wants it "
+            f"({self.best['metric']} {self.best['value']:.4f}); no update is left to find another. "
+            "Fix: put a copy of it back, or load_best_model_at_end: false for the last model; other "
+            "rows: accel_ft.evaluate"
+        )
 
     def best_folder(self) -> Path:
         """The best evaluation's checkpoint."""

@@ -52,8 +52,9 @@ def is_finished(run: Run) -> bool:
     is_done = is_kept and rows == receipt["data"]
     anew = "its end is made anew, for other rows, another choice or a lost part of its model"
     logger.info(
-        "%s is finished: %s (%d of %d updates done)",
+        "%s is finished: %s (%d of %d updates done%s)",
         run.output_dir, "nothing to do" if is_done else anew, step, run.num_steps,
+        "" if is_whole else f", early_stopping_patience={patience} ended it",
     )  # fmt: skip
     return is_done
 

@@ -290,7 +290,7 @@ def test_quickstart(tmp_path: Path) -> None:
     assert float(accuracy.removeprefix("accuracy on the validation rows: ")) > 0.9
     assert model == f"model: {tmp_path / 'run' / 'model'}"
     python, rest = predict.removeprefix("predict: ").split(" ", 1)
-    assert Path(shutil.which(python)).absolute().parent == Path(sys.executable).parent
+    assert Path(os.path.abspath(shutil.which(python))).parent == Path(sys.executable).parent
     assert rest == f'-m accel_ft.predict --checkpoint {tmp_path / "run" / "model"} --text "..."'
     labelled = run(
         "python", *predict.split()[2:-1], "The keeper saved two penalties in the shoot-out"

@@ -166,6 +166,7 @@ def test_a_full_disk_is_met_before_the_old_model_goes(
 def test_a_disk_that_is_full_when_a_line_or_the_card_is_written(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from accel_ft.reporting import report
     from accel_ft.runtime import files
 
     run, write_whole = tmp_path / "run", files.write_whole
@@ -185,19 +186,21 @@ def test_a_disk_that_is_full_when_a_line_or_the_card_is_written(
         with pytest.raises(CheckpointError, match=told):
             train.main(words)
 
-    def write(path: Path, text: str) -> None:
-        if path.name == "README.md":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write_whole(path, text)
+    words += ["--report_to", "html"]
+    for name, owner in (("report.html", report), ("model/README.md", files)):
 
-    with monkeypatch.context() as patch:
-        patch.setattr(files, "write_whole", write)
-        with pytest.raises(
-            CheckpointError, match=r"model/README.md: .* \(No space .* the model is"
-        ):
-            train.main([*words, *LATEST])
-    assert events_of(run)[-1]["event"] == "end"
+        def write(path: Path, text: str, name: str = name) -> None:
+            if str(path).endswith(name):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            write_whole(path, text)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, "write_whole", write)
+            with pytest.raises(CheckpointError, match=f"{name}: .* \\(No space .* the model is"):
+                train.main([*words, *LATEST])
+        assert events_of(run)[-1]["event"] == "end"
     train.main([*words, *LATEST])
+    assert (run / "report.html").is_file()
     assert (run / "model/README.md").is_file()
 
 

@@ -271,6 +271,76 @@ def test_a_damaged_best_checkpoint_is_told_at_the_resume(
     assert f"test after update {best} (epoch" in told
 
 
+def test_a_best_model_that_is_lost_is_not_replaced_by_the_last(
+    words: list[str], tmp_path: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in the end of the training, nor where a finished run's end is to be made anew."""
+    from accel_ft.engine import loop
+
+    words += ["--eval_steps", "2", "--save_steps", "3", "--load_best_model_at_end"]
+    words += ["--metric_for_best_model", "loss", "--greater_is_better", "true"]
+    weights, finish = tmp_path / "run/checkpoints/step_00000002/model.safetensors", loop.finish
+
+    def damage(run: object) -> None:
+        run.settle()
+        weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+        finish(run)
+
+    told = "step_00000002: is missing or damaged, .* no update is left .* for the last model"
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "finish", damage)
+        with pytest.raises(CheckpointError, match=told):
+            train.main(words)
+    assert not (tmp_path / "run/model").exists()
+    with pytest.raises(CheckpointError, match=told):
+        train.main([*words, *LATEST])
+    other = [*words, "--output_dir", str(tmp_path / "other")]
+    train.main(other)
+    assert events_of(tmp_path / "other")[-1]["model_step"] == 2
+    shutil.rmtree(tmp_path / "other/checkpoints/step_00000002")  # to save room
+    model = tmp_path / "other/model/model.safetensors"
+    before = model.read_bytes()
+    with pytest.raises(CheckpointError, match=told):
+        train.main([*other, "--test_file", str(rows_file), *LATEST])
+    assert model.read_bytes() == before
+    train.main([*other, "--load_best_model_at_end", "false", *LATEST])
+    assert model.read_bytes() != before
+
+
+def test_the_best_of_before_a_rollback_is_still_there(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes further back than the newest best, to a checkpoint whose own best is older."""
+    from accel_ft.engine import loop
+    from accel_ft.engine.run import Run
+
+    words += ["--load_best_model_at_end", "--metric_for_best_model", "loss", "--eval_steps", "2"]
+    words += ["--save_steps", "2", "--on_nonfinite", "rollback"]
+    losses, sick = {2: 1.0, 4: 3.0, 6: 2.0, 8: 0.5}, {9, 10}
+    forward, measure, seen = loop.forward, Run.measure, {}
+
+    def measured(run: Run, *args: object, **about: int):
+        scores, logits = measure(run, *args, **about)
+        return scores | {"loss": losses.pop(run.step, 4.0)}, logits  # then the worst
+
+    def spoilt(model, batch):
+        logits = forward(model, batch)
+        run = seen["run"]
+        return logits * float("nan") if run.step + 1 in sick else logits
+
+    def noted(run: Run, update=loop.update):
+        seen["run"] = run
+        update(run)
+
+    monkeypatch.setattr(Run, "measure", measured)
+    monkeypatch.setattr(loop, "forward", spoilt)
+    monkeypatch.setattr(loop, "update", noted)
+    train.main(words)
+    events = events_of(tmp_path / "run")
+    assert [e["update"] for e in events if e["event"] == "nonfinite"] == [9, 10]
+    assert events[-1]["model_step"] == 2
+
+
 # Imbalance
 
 
