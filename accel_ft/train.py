@@ -173,8 +173,9 @@ def _describe(config: TrainConfig, label_names: list[str], events: list[dict[str
         write_whole(place, model_card(label_names, told, *results(events)))
     except OSError as error:
         raise CheckpointError(
-            f"{place}: cannot be written ({error.strerror}); the model is there. Fix: room on its "
-            "disk, then the same command with --resume_from_checkpoint latest"
+            f"{place}: cannot be written ({error.strerror or error}); the model is there. Fix: "
+            "room on its disk (or --report_to none), then the same command with "
+            "--resume_from_checkpoint latest"
         ) from error
 
 

@@ -175,10 +175,9 @@ def newest_sound(root: Path, unwanted: Collection[int] = ()) -> Path | None:
 
 def best_step(folder: Path) -> int | None:
     """Return the update of the evaluation that was the best when a checkpoint was written."""
-    with contextlib.suppress(CheckpointError):
-        best = read_trainer_state(folder)["best"]
-        return None if best is None else int(best["step"])
-    return None
+    with contextlib.suppress(CheckpointError, KeyError, TypeError, ValueError):
+        return int(read_trainer_state(folder)["best"]["step"])
+    return None  # there was none, or it cannot be read
 
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:

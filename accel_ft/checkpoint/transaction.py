@@ -171,8 +171,8 @@ def list_published(root: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in steps if match)
 
 
-def prune(root: Path, keep: int, protected: Collection[int | None] = ()) -> None:
-    """Remove checkpoints, but for the newest `keep`, at least one, and those of steps `protected`."""
+def prune(root: Path, keep: int, protected: Collection[int] = ()) -> None:
+    """Remove all checkpoints but the newest `keep`, one or more, and those of `protected` steps."""
     for step, path in list_published(root)[:-keep]:
         if step not in protected:
             try:

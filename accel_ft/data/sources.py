@@ -116,34 +116,12 @@ class Source:
         return {number: text for number, (_, text, _) in enumerate(rows) if number in wanted}
 
 
-def file_source(path: Path, config: DataConfig) -> Source:
+def file_source(path: Path, columns: set[str] | None = None) -> Source:
     """Open a local csv, tsv, json, jsonl or parquet file; its fingerprint is its SHA-256."""
-    suffix, name, columns = path.suffix.lower().removeprefix("."), str(path), used_columns(config)
-    names = _names_in_parquet(name, config.label_column) if suffix == "parquet" else None
+    suffix, name = path.suffix.lower().removeprefix("."), str(path)
     return Source(
-        name, sha256(path), lambda: read_records(name, suffix, columns), names, path.absolute()
+        name, sha256(path), lambda: read_records(name, suffix, columns), path=path.absolute()
     )
-
-
-def _names_in_parquet(path: str, label_column: str) -> tuple[str, ...] | None:
-    """The names of integer labels where `datasets` has written them down beside the rows."""
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        schema = pyarrow.parquet.read_schema(path)
-    except (pyarrow.ArrowException, OSError):  # which reading the rows tells
-        return None
-    if b"huggingface" not in (schema.metadata or {}):
-        return None
-    from datasets import Features
-
-    return _declared_names(Features.from_arrow_schema(schema).get(label_column))
-
-
-def _declared_names(feature: Any) -> tuple[str, ...] | None:
-    """The names of a column's integer labels, or of the elements of its lists."""
-    return tuple(getattr(getattr(feature, "feature", feature), "names", None) or ()) or None
 
 
 def used_columns(config: Config) -> set[str]:
@@ -314,7 +292,8 @@ def hub_sources(config: DataConfig, name: str, needs_train: bool = True) -> dict
     if Path(name).is_file():
         raise ConfigError(f"dataset_name={name}: is a file. Fix: --train_file {name}")
     with fetching("dataset_name", name):
-        if (Path(name) / "state.json").is_file():  # one data set, as save_to_disk leaves it
+        is_one = (Path(name) / "state.json").is_file()  # as save_to_disk leaves it
+        if is_one and config.dataset_config_name is None:
             loaded = {"train": datasets.load_from_disk(name)}
         else:
             loaded = datasets.load_dataset(name, config.dataset_config_name)
@@ -370,8 +349,10 @@ def _hub_source(name: str, rows: Any, labelled: NDArray[np.int64], config: DataC
             for values in zip(*batch.values(), strict=True):
                 yield f"row {next(numbers)}", dict(zip(batch, values, strict=True))
 
-    names = _declared_names(rows.features.get(config.label_column))
-    return Source(name, f"{name} {rows._fingerprint}", records, names, numbers=labelled)
+    feature = rows.features.get(config.label_column)
+    names = getattr(getattr(feature, "feature", feature), "names", None)  # of a list's elements
+    label_names = tuple(names) if names else None
+    return Source(name, f"{name} {rows._fingerprint}", records, label_names, numbers=labelled)
 
 
 def check_columns(name: str, record: dict[str, Any], config: Config) -> None:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from accel_ft.config import DEFAULT_DATASET, DataConfig, TrainConfig
 from accel_ft.data.plan import Ids, combine_key, permute
-from accel_ft.data.sources import Source, file_source, hub_sources
-from accel_ft.data.targets import are_amounts, output_names, targets
+from accel_ft.data.sources import Source, file_source, hub_sources, used_columns
+from accel_ft.data.targets import are_amounts, cut, output_names, targets
 from accel_ft.data.tokenize import TokenStore, tokenize
 from accel_ft.errors import ConfigError, DataError
 
@@ -131,7 +131,7 @@ class Splits:
 
 def open_sources(config: DataConfig, needs_train: bool = True) -> dict[str, Source]:
     """Find the rows of each split that is given: keys among train, validation, test."""
-    files = {split: file_source(path, config) for split, path in config.files.items()}
+    files = {split: file_source(path, used_columns(config)) for split, path in config.files.items()}
     if config.train_file is None and (config.dataset_name is not None or not files):
         return hub_sources(config, config.dataset_name or DEFAULT_DATASET, needs_train) | files
     return files
@@ -239,16 +239,25 @@ def count_shared_texts(train: Split, other: Split) -> int:
 
 
 def _tell_labels(train: Split, names: list[str]) -> None:
-    """Say how many training rows each label has: one that is mistyped is a class of its own."""
-    labels = train.labels(np.arange(min(len(train), COMPARED_TEXTS), dtype=np.int64))
-    counts = np.bincount(labels, minlength=len(names)) if labels.ndim == 1 else labels.sum(axis=0)
+    """Say how many training rows each label has, of a million at most, drawn at random: one that is
+    mistyped is a class of its own.
+    """
+    places = np.arange(min(len(train), COMPARED_TEXTS), dtype=np.int64)
+    if len(places) < len(train):
+        places = permute(places, len(train), SPLIT_KEY)
+    assert train.targets is not None  # it is no regression
+    codes = np.bincount(train.store.label_codes[train.ids(places)], minlength=len(train.targets))
+    is_one = train.targets.ndim == 1
+    counts = np.bincount(train.targets, codes, len(names)) if is_one else codes @ train.targets
     rarest = np.argsort(counts, kind="stable")[:LABELS_TOLD]
-    told = [f"{names[number]} {counts[number]:.0f}" for number in rarest]
+    told = [f"{cut(names[number])} {counts[number]:.0f}" for number in rarest]
     told += ["..."] * (len(names) > LABELS_TOLD)
-    logger.info("%d labels, rarest first: %s", len(names), "; ".join(told))
-    if len(train) <= COMPARED_TEXTS and not counts.all():
-        none = [names[number] for number in np.flatnonzero(counts == 0)]
-        logger.warning("labels without a training row, not to be learnt: %s", "; ".join(none[:20]))
+    drawn = " of a million rows" * (len(places) < len(train))
+    logger.info("%d labels, rarest first%s: %s", len(names), drawn, "; ".join(told))
+    missing = [cut(names[number]) for number in np.flatnonzero(counts == 0)]
+    if missing and not drawn:
+        told = missing[:LABELS_TOLD] + ["..."] * (len(missing) > LABELS_TOLD)
+        logger.warning("labels without a training row, not to be learnt: %s", "; ".join(told))
 
 
 def _warn_of_look_alikes(names: list[str]) -> None:

@@ -19,7 +19,9 @@ import os
 import shutil
 import tempfile
 import time
-from itertools import islice
+from collections.abc import Sequence
+from functools import partial
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any
 
@@ -273,15 +275,21 @@ def token_ids(
     # A text without any token, under a tokenizer without special ones, becomes one pad token.
     names = [name for name in ("input_ids", "token_type_ids") if name in encoded]
     empty = [[tokenizer.pad_token_id], [0]][: len(names)]
-    rows = zip(*(encoded[name] for name in names), strict=True)
+    rows: Any = zip(*(encoded[name] for name in names), strict=True)
+    if has_own_end:
+        rows = map(partial(_one_end, tokenizer.eos_token_id), rows, encoded["special_tokens_mask"])
     arrays = [np.array(row if row[0] else empty, np.int32) for row in rows]
-    if has_own_end:  # which T5's vocabulary has among the pieces of a text, as in <s>10</s>
-        end, masks = tokenizer.eos_token_id, encoded["special_tokens_mask"]
-        pairs = zip(arrays, masks, strict=True)
-        arrays = [ids[:, (ids[0] != end) | np.array(m, bool)] if m else ids for ids, m in pairs]
     if encoded.encodings is not None:
         return arrays, sum(bool(encoding.overflowing) for encoding in encoded.encodings)
     return arrays, sum(row.shape[1] >= max_seq_length for row in arrays)
+
+
+def _one_end(end: int, row: Sequence[list[int]], is_special: list[int]) -> Sequence[list[int]]:
+    """Leave end tokens out that are pieces of a text: T5's vocabulary has them, as in <s>10</s>."""
+    if len(is_special) != len(row[0]):  # some slow tokenizer's
+        return row
+    kept = [special or token != end for token, special in zip(row[0], is_special, strict=True)]
+    return [list(compress(part, kept)) for part in row]
 
 
 def has_types_of_single_texts(tokenizer: Any, **cut: Any) -> bool:

@@ -91,13 +91,16 @@ def evaluation_sampling(loader: Iterable[Any], num_samples: int, ids: Ids) -> Fi
         loader: what this rank's evaluation iterates over.
         num_samples: rows of the whole data set.
         ids: gives the numbers of the rows of a batch whose predictions are counted: of this rank,
-            or of all, where each counts what all have gathered.
+            or of all, where each counts what all have gathered; the same as if each reads all.
     """
     with own_random_numbers():
         ranks = _read(loader, ids)
-    if all(rank == ranks[0] for rank in ranks):  # one counts as all do
-        ranks = ranks[:1]
-    finding = _coverage(ranks, num_samples)
+    if len(ranks) > 1 and all(rank == ranks[0] for rank in ranks):
+        finding = _coverage(ranks[:1], num_samples)  # one counts as all do
+        ranks, alike = ranks[:1], f"all {len(ranks)} ranks count the same, {finding.measured}"
+        finding = replace(finding, measured=alike)
+    else:
+        finding = _coverage(ranks, num_samples)
     counted = sum(len(numbers) for numbers, *_ in ranks)
     rows = {number for numbers, *_ in ranks for number in numbers}
     if finding.verdict is not Verdict.PASS or counted == num_samples == len(rows):
@@ -134,16 +137,20 @@ def _coverage(  # noqa: PLR0911
         room *= max(getattr(loader, "num_workers", 0), 1)  # each worker has an end of its own
     about = f"rows of each rank {listed(sizes, 8)}; {len(readers)} different ones of {num_samples}"
     if any(getattr(each, "replacement", False) for each in _holders(loader)):
-        if len(ranks) > 1 and all(numbers == ranks[0][0] for numbers, *_ in ranks):
+        if len({tuple(numbers) for numbers, *_ in ranks}) < len(ranks):
             mend = "accelerator.prepare(loader), or another seed of its sampler on each rank"
-            return Verdict.FAIL(f"the ranks draw the same rows; {about}", mend)
-        return Verdict.PASS(f"drawn with replacement; {about}")
+            return Verdict.FAIL(f"ranks draw the same rows; {about}", mend)
+        if missing <= DRAWN_WITH_REPLACEMENT * num_samples:
+            return Verdict.PASS(f"drawn with replacement; {about}")
+        return Verdict.WARN(
+            f"{missing} rows are never drawn; {about}", "are weights meant to be 0?"
+        )
     is_whole = min(map(len, rows)) == num_samples > max(largest) and len(rows) > 1
     if is_whole or (shared > room and (again == 0 or sum(sizes) > num_samples + room)):
         return Verdict.FAIL(
             f"the ranks read the same rows: {shared} on more than one; {about}", SHARD
         )
-    seems_drawn = again > 0 and missing > room and abs(sum(sizes) - num_samples) <= room
+    seems_drawn = 10 * again > num_samples and abs(sum(sizes) - num_samples) <= room < missing
     if (again > room or seems_drawn) and missing <= DRAWN_WITH_REPLACEMENT * num_samples:
         alike = all(min(read.values(), default=0) > 1 for read in rows)
         return (Verdict.FAIL if alike else Verdict.WARN)(

@@ -28,9 +28,10 @@ def finish(run: Run) -> None:
         )  # fmt: skip
     model_step, best_step = run.step, run.protected_step
     if best_step is not None:
-        if not state.is_sound(run.watch, run.best_folder()):
-            raise run.best_is_lost()
-        convert.load_any(run.accelerator, run.best_folder())
+        if best_step != run.step:
+            if not state.is_sound(run.watch, run.best_folder()):
+                raise run.best_is_lost()
+            convert.load_any(run.accelerator, run.best_folder())
         model_step = best_step
         logger.info("the model is that of update %d", model_step)
     from accel_ft.metrics import best_thresholds, score

@@ -225,10 +225,10 @@ class Run:
         metric, rule = self.best["metric"], self.config.best_rule
         is_needed = self.protected_step not in (None, self.step)  # or it was just loaded
         is_lost = is_needed and not state.is_sound(self.watch, self.best_folder())
-        if is_lost and self.is_over:  # before what its end has left is removed
-            raise self.best_is_lost()
         is_other = metric != rule and self.step < self.num_steps
         is_other |= rows != self.splits.validation.fingerprint() and not self.is_over
+        if is_lost and self.is_over and not is_other:  # before what its end has left is removed
+            raise self.best_is_lost()
         if is_lost or is_other:
             logger.warning(
                 "best starts anew, without that by %s: another metric or other rows are asked for, "
@@ -430,11 +430,11 @@ class Run:
     def _publish(self, final: Path, keep: int | None, best: int | None) -> None:
         transaction.publish(final)
         if keep is not None:
-            # A resume or rollback to the oldest that stays needs what was the best by then; what was
-            # since is among those that stay, or the best now.
+            # A resume or rollback to the oldest that stays needs what was the best by then; what
+            # was since is among those that stay, or the best now.
             oldest = transaction.list_published(self.checkpoints)[-keep:][0][1]
-            protected = () if best is None else (best, state.best_step(oldest))
-            transaction.prune(self.checkpoints, keep, protected)
+            protected = {best, state.best_step(oldest)} if best is not None else set()
+            transaction.prune(self.checkpoints, keep, protected - {None})
 
     def best_is_lost(self) -> CheckpointError:
         """Return what to raise where the best model is asked for, and cannot be had any more."""
@@ -442,8 +442,8 @@ class Run:
         return CheckpointError(
             f"{self.best_folder()}: is missing or damaged, and load_best_model_at_end wants it "
             f"({self.best['metric']} {self.best['value']:.4f}); no update is left to find another. "
-            "Fix: put a copy of it back, or load_best_model_at_end: false for the last model; other "
-            "rows: accel_ft.evaluate"
+            "Fix: put a copy of it back, or load_best_model_at_end: false for the last model; for "
+            "other rows, accel_ft.evaluate"
         )
 
     def best_folder(self) -> Path:

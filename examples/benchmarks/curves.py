@@ -105,7 +105,7 @@ def trainer(options: argparse.Namespace, model: Path, accumulation: int, output_
     from accel_ft.data.sources import file_source
 
     columns = DataConfig(text_column=options.text_column, label_column=options.label_column)
-    rows = list(file_source(options.train_file, DataConfig()).rows(columns))[:ROWS]
+    rows = list(file_source(options.train_file).rows(columns))[:ROWS]
     names = sorted({label for _, _, label in rows})
     tokenizer = AutoTokenizer.from_pretrained(model)
     data = [

@@ -304,9 +304,7 @@ def test_export_of_every_strategy(whole: dict[str, Any], tmp_path: Path) -> None
     rows_csv = write_rows(tmp_path / "rows.csv", 100, seed=5)
     texts = tmp_path / "rows.txt"
     texts.write_text(
-        "".join(
-            text + "\n" for _, text, _ in file_source(rows_csv, DataConfig()).rows(DataConfig())
-        )
+        "".join(text + "\n" for _, text, _ in file_source(rows_csv).rows(DataConfig()))
     )
     exports = {strategy: tmp_path / strategy for strategy in ("single", "ddp2", "fsdp2")}
     for strategy, exported in exports.items():

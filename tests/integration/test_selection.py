@@ -69,7 +69,9 @@ def test_another_metric_goes_on_where_the_last_one_stopped(
 ) -> None:
     words += ["--eval_steps", "1", "--early_stopping_patience", "1"]
     words += ["--early_stopping_threshold", "100"]
+    words += ["--load_best_model_at_end"]
     train.main([*words, "--metric_for_best_model", "accuracy"])
+    shutil.rmtree(tmp_path / "run/checkpoints/step_00000001")  # the best by accuracy is not needed
     train.main([*words, "--metric_for_best_model", "loss", *LATEST])
     assert [e["step"] for e in events_of(tmp_path / "run") if e["event"] == "eval"] == [1, 2, 3, 4]
 
@@ -307,6 +309,23 @@ def test_a_best_model_that_is_lost_is_not_replaced_by_the_last(
     assert model.read_bytes() != before
 
 
+def test_a_best_model_that_is_the_last_need_not_be_loaded(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accel_ft.engine import loop
+
+    finish = loop.finish
+
+    def damage(run: object) -> None:
+        run.settle()
+        shutil.rmtree(tmp_path / "run/checkpoints/step_00000012")
+        finish(run)
+
+    monkeypatch.setattr(loop, "finish", damage)
+    train.main([*words, "--eval_steps", "12", "--load_best_model_at_end"])
+    assert events_of(tmp_path / "run")[-1]["model_step"] == 12
+
+
 def test_the_best_of_before_a_rollback_is_still_there(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,7 +334,7 @@ def test_the_best_of_before_a_rollback_is_still_there(
     from accel_ft.engine.run import Run
 
     words += ["--load_best_model_at_end", "--metric_for_best_model", "loss", "--eval_steps", "2"]
-    words += ["--save_steps", "2", "--on_nonfinite", "rollback"]
+    words += ["--save_steps", "2", "--save_total_limit", "2", "--on_nonfinite", "rollback"]
     losses, sick = {2: 1.0, 4: 3.0, 6: 2.0, 8: 0.5}, {9, 10}
     forward, measure, seen = loop.forward, Run.measure, {}
 

@@ -124,7 +124,7 @@ def test_several_labels(
     texts, meant = zip(
         *(
             (text, json.loads(cell))
-            for _, text, cell in file_source(held_out, DataConfig()).rows(several_columns)
+            for _, text, cell in file_source(held_out).rows(several_columns)
         ),
         strict=True,
     )
@@ -440,7 +440,7 @@ def test_pairs(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[s
 def test_token_types(tmp_path: Path, tiny_model: Path) -> None:
     (tmp_path / "p.csv").write_text("text,other,label\ngoal,bank the,x\nthe,,y\n")
     store = tokenize(
-        file_source(tmp_path / "p.csv", DataConfig()),
+        file_source(tmp_path / "p.csv"),
         DataConfig(text_pair_column="other", max_seq_length=8),
         load_tokenizer(str(tiny_model)),
     )
@@ -454,12 +454,12 @@ def test_token_types(tmp_path: Path, tiny_model: Path) -> None:
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="a pair of texts has 3 special tokens"):
         tokenize(
-            file_source(tmp_path / "p.csv", DataConfig()),
+            file_source(tmp_path / "p.csv"),
             DataConfig(text_pair_column="other", max_seq_length=2),
             load_tokenizer(str(tiny_model)),
         )
     plain = tokenize(
-        file_source(tmp_path / "p.csv", DataConfig()),
+        file_source(tmp_path / "p.csv"),
         DataConfig(max_seq_length=8),
         load_tokenizer(str(tiny_model)),
     )

@@ -434,3 +434,12 @@ def test_few_rows_take_few_passes_however_the_batch_is_given() -> None:
     assert (resolved.global_batch_size, steps) == (8, 3)
     assert _resolve_batch(resolved, 1, 5) == (resolved, 3)
     assert _resolve_batch(given, 1, 50)[1] == 4
+
+
+def test_help_says_once_what_a_key_is_when_it_is_left_out(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        parse(TrainConfig, ["--help"], "train")
+    told = " ".join(capsys.readouterr().out.split())
+    assert "left out: at the end of each epoch. --save_steps" in told
+    assert "Updates between checkpoints; the last update is always saved. (default: 500)" in told
+    assert "0 for no clipping. (default: 1.0)" in told

@@ -48,9 +48,7 @@ def tokenizer(tiny_model: Path):
 
 
 def store_of(path: Path, tokenizer, max_seq_length: int = 16) -> TokenStore:
-    return tokenize(
-        file_source(path, DataConfig()), DataConfig(max_seq_length=max_seq_length), tokenizer
-    )
+    return tokenize(file_source(path), DataConfig(max_seq_length=max_seq_length), tokenizer)
 
 
 def splits_of(tokenizer, *words: str) -> Splits:
@@ -68,7 +66,7 @@ def test_store_holds_what_the_tokenizer_says(
 ) -> None:
     monkeypatch.setattr(tokenize_module, "ROWS_AT_ONCE", 10)
     store = store_of(rows_file, tokenizer)
-    rows = list(file_source(rows_file, DataConfig()).rows(DataConfig()))
+    rows = list(file_source(rows_file).rows(DataConfig()))
     assert len(store) == 47
     for number, (_, text, label) in enumerate(rows):
         expected = tokenizer(text, truncation=True, max_length=16)["input_ids"]
@@ -184,7 +182,7 @@ def test_a_store_that_another_process_makes_meanwhile_is_not_thrown_away(
     rows_file: Path, tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Published between the look for it and what follows from there being none."""
-    source, config = file_source(rows_file, DataConfig()), DataConfig(max_seq_length=16)
+    source, config = file_source(rows_file), DataConfig(max_seq_length=16)
     inode = []
 
     def open_first(folder: Path, name: str) -> TokenStore:
@@ -261,7 +259,7 @@ def test_a_file_that_changes_while_it_is_read(
     """Its rows would stand in the cache under the hash of others."""
     path = tmp_path / "rows.csv"
     path.write_text("text,label\na,x\nb,y\n")
-    source = file_source(path, DataConfig())
+    source = file_source(path)
     path.write_text("text,label\na,y\nb,x\n")
     with pytest.raises(DataError, match="changed while it was read"):
         tokenize(source, DataConfig(), tokenizer)
@@ -284,7 +282,7 @@ def test_a_cache_on_a_disk_that_is_not_there(
 
 def test_a_full_disk_leaves_nothing_in_the_cache(tmp_path: Path, tokenizer) -> None:
     """Its error comes with the write that it concerns, though the file is small."""
-    source = file_source(write_rows(tmp_path / "rows.csv", 100), DataConfig())
+    source = file_source(write_rows(tmp_path / "rows.csv", 100))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
     try:
@@ -541,7 +539,7 @@ def rows(path: Path, *texts: str) -> Path:
 def test_cut_texts_are_counted(tmp_path: Path, tokenizer) -> None:
     """Exactly 4 tokens is not cut, 5 are; a text of a million characters is one of them."""
     file = rows(tmp_path / "a.jsonl", "the a", "the a of", "the " * 250_000, "")
-    store = tokenize(file_source(file, DataConfig()), DataConfig(max_seq_length=4), tokenizer)
+    store = tokenize(file_source(file), DataConfig(max_seq_length=4), tokenizer)
     assert (store.num_cut_texts, store.num_empty_texts) == (2, 1)
     assert store.lengths(np.arange(4)).tolist() == [4, 4, 4, 2]
 
@@ -579,14 +577,20 @@ def test_labels_that_look_alike_are_told(
 
 @pytest.mark.parametrize("count", [4, 30])
 def test_each_labels_rows_are_told_rarest_first(
-    tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture, count: int
-) -> None:
+    tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture, count: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """A label that is mistyped in one row is a class of its own."""
     file = tmp_path / "a.jsonl"
     labels = [f"label{number:02d}" for number in range(count)] * 2 + ["label00", "typo"]
     file.write_text("\n".join(json.dumps({"text": "the a", "label": name}) for name in labels))
     with caplog.at_level("INFO"):
         load_splits(TrainConfig(train_file=file, validation_file=file), tokenizer)
+    with caplog.at_level("INFO"), monkeypatch.context() as patch:
+        patch.setattr("accel_ft.data.splits.COMPARED_TEXTS", 6)
+        load_splits(TrainConfig(train_file=file, validation_file=file), tokenizer)
+    assert f"{count + 1} labels, rarest first of a million rows: " in caplog.text
+    assert "without a training row" not in caplog.text  # of a few, which might have others
     told = f"{count + 1} labels, rarest first: typo 1; label01 2; label02 2; label03 2; label"
     assert told in caplog.text
     assert ("label00 3\n" if count == 4 else "label19 2; ...\n") in caplog.text
@@ -631,6 +635,12 @@ def test_an_end_token_among_the_pieces_of_a_text() -> None:
     assert [ids.tolist() for ids in arrays] == [[[3, 4, 1]], [[3, 4, 1]], [[1]]]
     arrays, _ = token_ids(tokenizer, [("a</s>", "b"), ("a", "</s>")], 16)
     assert [ids.tolist() for ids in arrays] == [[[3, 1, 4, 1]], [[3, 1, 1]]]
+    backend.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B")
+    bare = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", pad_token="<pad>", unk_token="<unk>",
+        split_special_tokens=True,
+    )  # fmt: skip
+    assert [ids.tolist() for ids in token_ids(bare, ["</s>"], 16)[0]] == [[[0]]]  # no row of none
 
 
 def test_several_labels_rows_are_told(

@@ -26,7 +26,7 @@ def test_job_files_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_news_sample() -> None:
     rows = {
-        name: list(file_source(SAMPLE / f"{name}.csv", DataConfig()).rows(DataConfig()))
+        name: list(file_source(SAMPLE / f"{name}.csv").rows(DataConfig()))
         for name in ("train", "validation")
     }
     assert len(rows["train"]) >= 480
