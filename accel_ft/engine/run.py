@@ -433,8 +433,9 @@ class Run:
             # A resume or rollback to the oldest that stays needs what was the best by then; what
             # was since is among those that stay, or the best now.
             oldest = transaction.list_published(self.checkpoints)[-keep:][0][1]
-            protected = {best, state.best_step(oldest)} if best is not None else set()
-            transaction.prune(self.checkpoints, keep, protected - {None})
+            named = () if best is None else (best, state.best_step(oldest))
+            protected = [step for step in named if step is not None]
+            transaction.prune(self.checkpoints, keep, protected)
 
     def best_is_lost(self) -> CheckpointError:
         """Return what to raise where the best model is asked for, and cannot be had any more."""
