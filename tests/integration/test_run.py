@@ -602,7 +602,7 @@ def test_best_model_is_kept_and_taken(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_a_damaged_best_checkpoint_does_not_keep_a_run_from_ending(
+def test_a_run_whose_best_checkpoint_is_damaged_ends_with_the_last_model_if_told_so(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
@@ -621,9 +621,13 @@ def test_a_damaged_best_checkpoint_does_not_keep_a_run_from_ending(
     (run / "checkpoints" / f"step_{best:08d}" / "model.safetensors").write_bytes(b"")
     kept = [event for event in events_of(run) if event["event"] not in ("test", "end")]
     (run / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in kept))
-    train.main([*words, "--resume_from_checkpoint", "latest"])
-    assert end_of(run) == (12, 12)
+    words += ["--resume_from_checkpoint", "latest"]
+    with pytest.raises(CheckpointError, match="load_best_model_at_end: false for the last model"):
+        train.main(words)
     assert "model.safetensors is damaged" in capsys.readouterr().err
+    assert not [event for event in events_of(run) if event["event"] == "end"]
+    train.main([*words, "--load_best_model_at_end", "false"])
+    assert end_of(run) == (12, 12)
 
 
 def test_divergence_is_an_error(finished: Path, tmp_path: Path) -> None:
