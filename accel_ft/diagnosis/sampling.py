@@ -95,12 +95,11 @@ def evaluation_sampling(loader: Iterable[Any], num_samples: int, ids: Ids) -> Fi
     """
     with own_random_numbers():
         ranks = _read(loader, ids)
-    if len(ranks) > 1 and all(rank == ranks[0] for rank in ranks):
-        finding = _coverage(ranks[:1], num_samples)  # one counts as all do
-        ranks, alike = ranks[:1], f"all {len(ranks)} ranks count the same, {finding.measured}"
-        finding = replace(finding, measured=alike)
-    else:
-        finding = _coverage(ranks, num_samples)
+    are_alike = len(ranks) > 1 and all(rank == ranks[0] for rank in ranks)
+    ranks = ranks[:1] if are_alike else ranks
+    finding = _coverage(ranks, num_samples)
+    if are_alike:
+        finding = replace(finding, measured=f"all ranks count the same; {finding.measured}")
     counted = sum(len(numbers) for numbers, *_ in ranks)
     rows = {number for numbers, *_ in ranks for number in numbers}
     if finding.verdict is not Verdict.PASS or counted == num_samples == len(rows):

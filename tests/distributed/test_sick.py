@@ -71,6 +71,9 @@ def test_healthy_programs_pass(found: dict[str, Any]) -> None:
     assert cases.pop("adversarial") == {"unsummed": 0, "reduce": 3}
     assert cases.pop("summed by hand") == {"unsummed": 0}
     assert cases.pop("sharded")["verdict"] == "SKIP"
+    assert cases["gathered"]["measured"].startswith(
+        "all ranks count the same; rows of each rank 19"
+    )
     assert {finding["verdict"] for finding in cases.values()} == {"PASS"}, cases
 
 

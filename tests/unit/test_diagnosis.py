@@ -426,6 +426,20 @@ def test_rows_that_ranks_share() -> None:
     assert verdict([[], []], 0, 63) == "FAIL"
 
 
+def test_rows_drawn_with_replacement() -> None:
+    """As the sampler says: then what matters is that the ranks do not draw the same."""
+    sampler = torch.utils.data.WeightedRandomSampler([1.0] * 40, 20)
+    loader = DataLoader(range(40), sampler=sampler)
+    draws = np.random.default_rng(0).integers(40, size=(3, 20)).tolist()
+
+    def judged(*ranks: list[int]):
+        return sampling._coverage([(numbers, 4, 5) for numbers in ranks], 40, loader)
+
+    well(judged(draws[0], draws[1]))
+    caught(judged(draws[0], draws[1], draws[0]), "ranks draw the same rows")
+    caught(judged([number % 12 for number in draws[0]], draws[1][:3]), "rows are never drawn")
+
+
 @pytest.mark.parametrize(
     "fault",
     ["", "model", "optimizer", "scheduler", "scaler", "random numbers", "position in the data"],
