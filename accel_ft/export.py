@@ -61,7 +61,7 @@ def export(
     from accel_ft.checkpoint import convert, state, transaction
     from accel_ft.checkpoint.open import load_whole, model_folder
     from accel_ft.model.adapters import read_adapters
-    from accel_ft.model.load import PACKAGE, load_parts, resolve
+    from accel_ft.model.load import PACKAGE, load_parts, load_tokenizer, resolve
     from accel_ft.reporting.record import results
     from accel_ft.runtime.card import model_card
     from accel_ft.runtime.files import write_whole
@@ -77,7 +77,8 @@ def export(
             weights = state.read_weights(Path(folder))
             save_file(weights, staging / convert.WEIGHTS, metadata={"format": "pt"})
             model_config.save_pretrained(staging)
-        tokenizer.save_pretrained(staging)
+        # That of load_parts may pad with a word, which would be a special token once it is read back.
+        load_tokenizer(folder, "checkpoint").save_pretrained(staging)
         settings = run_settings({"checkpoint": checkpoint}) | {"hub_model_id": repo_id}
         if settings.get("problem_type") is None and model_config.problem_type is not None:
             settings["problem_type"] = model_config.problem_type

@@ -1,12 +1,12 @@
 """A configuration -> the parts of a run."""
 
-import inspect
 import logging
 import math
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
@@ -53,6 +53,7 @@ NEEDS = {  # keys that do nothing without one of others
     **dict.fromkeys(("hub_model_id", "hub_private_repo"), ("push_to_hub",)),
     "lr_reference_batch_size": ("lr_scaling",),
 }
+PROBED_ROWS = 1000
 IDLE_UNDER = (  # key, and the values of another under which it does nothing
     ("warmup_steps", "lr_scheduler_type", ("constant",)),
     ("layerwise_lr_decay", "freeze", ("encoder",)),
@@ -172,6 +173,22 @@ def _warn_of_other_labels(config: TrainConfig, names: list[str], known: list[str
         )  # fmt: skip
 
 
+def _reads_padding(model: Any, split: Split, pad: Padding) -> bool:
+    """Whether logits of some short rows are others beside a longer one than alone: FNet's have no
+    mask, ConvBERT, CANINE and others heed theirs in some layers only.
+    """
+    places = np.arange(min(len(split), PROBED_ROWS))
+    places = places[np.argsort(split.lengths(places), kind="stable")]
+    places = places[[0, len(places) // 8, len(places) // 4]]
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        together = forward(model, collate(split, places, pad))
+        alone = [forward(model, collate(split, place, pad)) for place in places[:, None]]
+    model.train(was_training)
+    return not torch.allclose(torch.cat(alone), together, 1e-3, 1e-3, equal_nan=True)
+
+
 def _build_model(
     config: TrainConfig,
     accelerator: Accelerator,
@@ -187,8 +204,8 @@ def _build_model(
     model, drawn = plain_model(config, accelerator.device, splits.label_names, tokenizer)
     if drawn:
         logger.info("not pretrained: %s; drawn, or loaded with a checkpoint", ", ".join(drawn))
-    plain = getattr(model, "get_base_model", lambda: model)()
-    if "attention_mask" not in inspect.signature(plain.forward).parameters:  # FNet
+    if accelerator.is_main_process and _reads_padding(model, splits.train, pad):
+        plain = getattr(model, "get_base_model", lambda: model)()
         logger.warning(
             "%s reads padding as it does text: what it makes of a row depends on the rows beside "
             "it, and the curve on the split into micro-batches", type(plain).__name__,

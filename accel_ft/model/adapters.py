@@ -59,9 +59,11 @@ def choose_trained(model: Any, config: TrainConfig, drawn: Sequence[str] = ()) -
                     f"lora_target_modules={target}: no layer's name ends so."
                     f"{nearest(target, ends)} Linear layers: {', '.join(ends)}"
                 )
+        own = ",".join(config.lora_target_modules)
+        key = f"lora_target_modules={own}" if own else f"lora_r={config.lora_r}"
         model = _with_adapters(
             model,
-            f"lora_r={config.lora_r}",
+            key,
             base_model_name_or_path=config.model_name_or_path,
             r=config.lora_r,
             lora_alpha=config.lora_alpha,
@@ -87,7 +89,7 @@ def _with_adapters(model: Any, key: str, **settings: Any) -> Any:
             warnings.simplefilter("ignore")  # what the two libraries have to say to each other
             return get_peft_model(model, LoraConfig(task_type=TaskType.SEQ_CLS, **settings))
     except ValueError as error:
-        raise ConfigError(f"{key}: {error}") from error
+        raise ConfigError(f"{key}: {in_one_line(error)}") from error
 
 
 def _keep_the_trained_alone(model: Any) -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 import re
 from collections.abc import Callable
 from functools import cache
@@ -16,6 +17,8 @@ from accel_ft.model.embedding import word_embedding
 from accel_ft.runtime.files import sha256
 from accel_ft.runtime.hub import HUB_ID, fetching
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 PACKAGE = "package://"
@@ -23,7 +26,7 @@ NEEDED = re.compile(r"\.\d+\.|position_embeddings\.|embed_positions\.|wpe\.")  #
 UNLIMITED = 10**6  # tokenizers without a limit say 10^30
 ROBERTAS = {
     "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "xmod",
-    "mpnet", "longformer", "data2vec-text", "ibert", "luke", "mluke", "lilt", "esm",
+    "mpnet", "longformer", "data2vec-text", "ibert", "luke", "mluke", "lilt", "esm", "markuplm",
 }  # fmt: skip
 
 
@@ -145,26 +148,32 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
 
 
 def load_parts(folder: str) -> tuple[Any, Any, list[str]]:
-    """Load architecture, tokenizer and label names (by id) of a resolved, finished classifier; a
-    decoder that names no pad token takes the tokenizer's: by it, it finds the last token of a text;
-    texts are padded with the model's where it names one.
+    """Load architecture, tokenizer and label names (by id) of a resolved, finished classifier. Texts
+    are padded with the model's pad token where it names one, by which a decoder finds the last
+    token of a text; else the model takes the tokenizer's.
 
     Raises:
         ConfigError: where they cannot be had, or it is no classifier.
     """
     tokenizer = load_tokenizer(folder, "checkpoint")
     config = load_model_config(folder, "checkpoint")
-    of_text = config.get_text_config()  # a part, where the model is not of texts alone
-    padding = getattr(of_text, "pad_token_id", None)
-    if isinstance(padding, int) and 0 <= padding < len(tokenizer):  # by it, the model finds places
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding)
+    padding = getattr(config.get_text_config(), "pad_token_id", None)
+    if isinstance(padding, int) and 0 <= padding < len(tokenizer):
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding)  # not to be saved: see export
     else:
-        of_text.pad_token_id = tokenizer.pad_token_id
+        take_pad_token(config, tokenizer)
     names = labels_of(config)
     if not names:
         kinds = config.architectures
         raise ConfigError(f"checkpoint={folder}: is no sequence classifier but {kinds}")
     return config, tokenizer, names
+
+
+def take_pad_token(config: Any, tokenizer: Any) -> None:
+    """Give a model the tokenizer's pad token: itself and, where it is not of texts alone, its part
+    that is.
+    """
+    config.pad_token_id = config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
 
 def load_model_config(folder: str, key: str = "model_name_or_path", **settings: Any) -> Any:
@@ -178,6 +187,9 @@ def load_model_config(folder: str, key: str = "model_name_or_path", **settings: 
     config = _from_pretrained(key, folder, AutoConfig.from_pretrained, **settings)
     config.return_dict = True
     config.get_text_config().use_cache = False  # a decoder's keys and values: nobody reads on
+    if getattr(config, "attention_type", None) == "block_sparse":  # BigBird's, see below
+        config.attention_type = "original_full"
+        _warn_of_full_attention(config.model_type)
     attention = str(config._attn_implementation)
     if "/" in attention:
         raise ConfigError(
@@ -185,6 +197,16 @@ def load_model_config(folder: str, key: str = "model_name_or_path", **settings: 
             "which is code. Fix: remove attn_implementation from it"
         )
     return config
+
+
+@cache
+def _warn_of_full_attention(kind: str) -> None:
+    """transformers switches a model to full attention at the first batch of short texts, for good:
+    what it makes of a row would depend on which rows came before.
+    """
+    logger.warning(
+        "%s attends in full, not in sparse blocks: more memory and time for long texts", kind
+    )
 
 
 def position_limit(config: Any, tokenizer: Any) -> int | None:

@@ -30,10 +30,12 @@ def plain_model(
         folder,
         id2label=labels,
         label2id={label: label_id for label_id, label in labels.items()},
-        pad_token_id=tokenizer.pad_token_id,
         problem_type=config.problem_type,
         thresholds=None,  # of another job's rows
     )
+    # RoBERTa's kind counts positions from behind the pad token that it was pretrained with.
+    if model_config.model_type not in load.ROBERTAS or model_config.pad_token_id is None:
+        load.take_pad_token(model_config, tokenizer)
     model, drawn = load.load_for_training(folder, model_config, device)
     leave_out_the_rest(model, last_alone=compiles_layers())
     model.config.max_seq_length = config.max_seq_length  # as predict and evaluate take it

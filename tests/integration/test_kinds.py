@@ -1,16 +1,18 @@
 """Models of other kinds than BERT: their padding, token types and end tokens."""
 
+import csv
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from conftest import FILLING, WORDS, events_of, job_words
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast, pipeline
 
-from accel_ft import evaluate, load_classifier, train
+from accel_ft import evaluate, export, load_classifier, train
 from accel_ft.errors import ConfigError
 
 WORDS_OF_ALL = [*FILLING, *(word for group in WORDS.values() for word in group)]
@@ -199,3 +201,111 @@ def test_pad_token_that_the_model_does_not_know(
         load_classifier(model).predict(["a goal", "a long goal"])  # of which one is padded
     with pytest.raises(ConfigError, match=fault):
         evaluate.main(["--checkpoint", str(model), "--test_file", str(odd_file)])
+
+
+def unpadded(folder: Path, texts: list[str]) -> torch.Tensor:
+    """Return the logits of transformers alone, text by text."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    cut = {"truncation": True, "max_length": 32, "return_tensors": "pt"}
+    with torch.no_grad():
+        return torch.cat([model(**tokenizer(text, **cut)).logits for text in texts])
+
+
+def texts_of(file: Path) -> list[str]:
+    with file.open(newline="") as lines:
+        return [row["text"] for row in csv.DictReader(lines)]
+
+
+@pytest.mark.parametrize("text_pad", [None, 1])
+@pytest.mark.parametrize("kind", ["qwen3_5", "t5gemma"])
+def test_pad_token_of_a_part(
+    kind: str, text_pad: int | None, tmp_path: Path, rows_file: Path, odd_file: Path
+) -> None:
+    """A model that is not of texts alone finds a text's last token by the part that is."""
+    folder = make(tmp_path / "model", "GPT2", "<pad> <unk> <s> </s>", n_embd=8, n_head=1, n_layer=1)
+    (folder / "model.safetensors").unlink()
+    known = json.loads((folder / "config.json").read_text())["vocab_size"]
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 32)
+    sizes |= dict.fromkeys(("num_hidden_layers", "num_key_value_heads"), 1)
+    text = sizes | {"vocab_size": known, "num_attention_heads": 2, "head_dim": 16}
+    text |= {"pad_token_id": text_pad, "initializer_range": 0.2, "max_position_embeddings": 64}
+    if kind == "t5gemma":
+        text |= {"query_pre_attn_scalar": 16, "bos_token_id": 2, "layer_types": ["full_attention"]}
+        parts = {"encoder": text | {"pad_token_id": 0}, "decoder": text, "vocab_size": known}
+    else:
+        text |= dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2)
+        text |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8)
+        seen = {"hidden_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32}
+        parts = {"text_config": text, "vision_config": seen}
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **parts)
+    transformers.AutoModel.from_config(config).save_pretrained(folder)
+    words = job_words(folder, rows_file, odd_file, tmp_path / "run")
+    train.main([*words, "--max_steps", "1"])
+    logits = torch.from_numpy(np.load(tmp_path / "run/predictions.npz")["logits"])
+    if kind == "qwen3_5":  # T5Gemma reads padding otherwise
+        expected = unpadded(tmp_path / "run/model", texts_of(odd_file))
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize("own_pad", [1, 40])
+def test_places_are_counted_as_in_pretraining(
+    own_pad: int, tmp_path: Path, rows_file: Path, odd_file: Path
+) -> None:
+    """RoBERTa's kind counts them from behind its pad token, whatever the tokenizer's is."""
+    names = dict(enumerate(("Business", "Sci/Tech", "Sports", "World")))
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 32)
+    sizes |= dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 1)
+    sizes |= {"max_position_embeddings": own_pad + 33, "initializer_range": 0.3}
+    folder = make(tmp_path / "model", "Roberta", "<pad> <s> </s> <unk>", "<s> $A </s>", **sizes)
+    config = transformers.AutoConfig.from_pretrained(folder, pad_token_id=own_pad, id2label=names)
+    torch.manual_seed(0)
+    kind = transformers.RobertaForSequenceClassification
+    kind(config).save_pretrained(folder)
+    words = job_words(folder, rows_file, odd_file, tmp_path / "run")
+    train.main([*words, "--max_steps", "1", "--learning_rate", "1e-12"])
+    logits = torch.from_numpy(np.load(tmp_path / "run/predictions.npz")["logits"])
+    expected = unpadded(folder, texts_of(odd_file))
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_export_of_a_model_that_pads_with_a_word(tmp_path: Path, odd_file: Path) -> None:
+    """As a special token, the word would be cut out of texts before they are split."""
+    folder = tmp_path / "model"
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=letters)
+    backend.train_from_iterator(["What a goal!!! Really!! wow !!! yes! "] * 50, trainer)
+    backend.add_special_tokens(["</s>"])
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(folder)
+    config = transformers.GPT2Config(
+        vocab_size=backend.get_vocab_size(), n_embd=16, n_layer=1, n_head=2, n_positions=64,
+        pad_token_id=0, initializer_range=0.3, id2label={0: "a", 1: "b", 2: "c"},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.GPT2ForSequenceClassification(config).save_pretrained(folder)
+    texts = ["What a goal!!!", "wow !!! yes! really", "no!! no"]
+    export.main(["--checkpoint", str(folder), "--output", str(tmp_path / "out")])
+    assert torch.equal(unpadded(tmp_path / "out", texts), unpadded(folder, texts))
+
+
+def test_attention_does_not_depend_on_earlier_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers switches BigBird's for good at the first batch of short texts."""
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 32)
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "initializer_range": 0.5}
+    sizes |= {"block_size": 4, "num_random_blocks": 1, "max_position_embeddings": 64}
+    special = "<pad> </s> <unk> <cls> <sep>"
+    folder = make(tmp_path / "model", "BigBird", special, "<cls> $A </s>", **sizes)
+    config = transformers.AutoConfig.from_pretrained(folder, id2label={0: "a", 1: "b"})
+    transformers.BigBirdForSequenceClassification(config).save_pretrained(folder)
+    classifier = load_classifier(folder)
+    assert "big_bird attends in full, not in sparse blocks" in caplog.text
+    long = " ".join(WORDS_OF_ALL[:50])
+    first = classifier.predict([long])
+    classifier.predict(["a goal"])
+    assert classifier.predict([long]) == first
