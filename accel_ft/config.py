@@ -244,7 +244,7 @@ class HubConfig(Config):
 
     push_to_hub: bool = False
     """Upload the model to the Hub in the end."""
-    hub_model_id: str | None = None
+    hub_model_id: Place | None = None
     """Repository on the Hub to upload to; left out: the name of the folder, in your own account."""
     hub_private_repo: bool = False
     """Make the repository a private one, where there is none yet."""
@@ -498,6 +498,13 @@ class ExportConfig(HubConfig):
     format: Literal["transformers", "onnx"] = "transformers"
     """onnx: write model.onnx too, checked against the model."""
 
+    def rules(self) -> Iterator[Fault]:
+        """What is for the Hub goes there."""
+        yield from super().rules()
+        for key in ("hub_model_id", "hub_private_repo"):
+            if getattr(self, key) and not self.push_to_hub:
+                yield self._fault("has no effect without push_to_hub", key)
+
 
 class SearchConfig(Config):
     """Keys of `accel_ft.search`, which varies keys of a job over many trials of it."""
@@ -511,7 +518,7 @@ class SearchConfig(Config):
     config_file: Existing | None = None
     """accelerate's YAML, which decides the strategy of each trial."""
     num_trials: int = Field(20, ge=1)
-    """Trials in all, those of earlier starts of the same study included."""
+    """Trials in all, those of earlier starts of the same study included, unless they failed."""
     parallel_trials: int = Field(1, ge=1)
     """Trials at the same time; each has GPUs of its own, as far as they go round."""
 

@@ -29,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.diff:
         if len(options.runs) != 2:
             parser.error("--diff needs two runs")
+        if options.output is not None:
+            parser.error("--diff prints, and writes nothing to --output")
         from accel_ft.reporting.compare import differences, table
         from accel_ft.reporting.record import read_record
 

@@ -30,9 +30,9 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from accel_ft.config import SearchConfig, TrainConfig, type_name
+from accel_ft.config import ROW_KEYS, SearchConfig, TrainConfig, type_name
 from accel_ft.data.sources import check_first_rows
-from accel_ft.errors import ConfigError, first_line, require, run_command
+from accel_ft.errors import ConfigError, LaunchError, first_line, require, run_command
 from accel_ft.runtime.files import locked, sha256, write_whole
 from accel_ft.runtime.logging import read_events
 from accel_ft.settings import checked, meant, parse, read_settings
@@ -41,6 +41,10 @@ POLL_SECONDS = 0.2
 SAME_SIGNAL_SECONDS = 1.0  # `timeout`, say, sends it twice
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FAILURES = 3  # after so many, and no trial at its end, the cause is the job
+LAUNCHED = ("RANK", "ACCELERATE_MIXED_PRECISION")  # what a launcher sets
+MEASURE = {  # settings that decide how a trial is measured
+    "problem_type", "max_eval_samples", "metric_for_best_model", "greater_is_better", "reproduce",
+}  # fmt: skip
 IDLE = {  # settings that decide nothing of what a trial finds
     "output_dir", "report_to", "push_to_hub", "hub_model_id", "hub_private_repo", "ddp_timeout",
     "dataloader_num_workers", "per_device_eval_batch_size", "save_steps", "save_total_limit",
@@ -51,6 +55,11 @@ IDLE = {  # settings that decide nothing of what a trial finds
 def main(argv: Sequence[str] | None = None) -> None:
     """Search, and write the best settings as a job of its own."""
     config = parse(SearchConfig, argv, "search")
+    if launched := [name for name in LAUNCHED if name in os.environ]:
+        raise LaunchError(
+            f"the search launches its trials itself, and heeds no {launched[0]}. "
+            "Fix: `python -m accel_ft.search --config_file FILE`, where FILE is accelerate's"
+        )
     require("search", "the search", "optuna")
     import optuna
 
@@ -141,7 +150,10 @@ class _Search:
             print("the same command goes on", file=sys.stderr, flush=True)
             raise KeyboardInterrupt
         if not study.get_trials(states=(state.COMPLETE,)):
-            raise ConfigError(f"{place}: no trial came to its end")
+            raise ConfigError(
+                f"{place}: no trial came to its end, {self.num_failed} failed. Fix: the job, or "
+                "the space; each trial's log says why"
+            )
         best, params = place / "best.yaml", study.best_params
         found = self.settings | params | {"output_dir": str(place / "best")}
         write_whole(best, yaml.safe_dump(found, sort_keys=False, allow_unicode=True))
@@ -245,8 +257,12 @@ class _Search:
                 is_at_work = process.poll() is None
                 for event in _events(folder, "eval")[told:]:
                     told += 1  # which counts: updates are not alike, batches differ
-                    trial.report(self.job.best_value(event, "eval_"), told)
-                    is_pruned |= is_at_work and bool(trial.should_prune())
+                    value = self.job.best_value(event, "eval_")
+                    if not math.isnan(value):
+                        trial.report(value, told)
+                        is_pruned |= is_at_work and bool(trial.should_prune())
+                # One that a killed search left, and that has come to its end since, counts.
+                is_pruned = is_pruned and not _events(folder, "end")
         finally:
             if process.poll() is None:  # to the rank too: its launcher passes no signal on
                 os.killpg(process.pid, signal.SIGTERM)
@@ -294,7 +310,7 @@ def _checked_ranges(
         ConfigError: listing all faults: what is no key of a job, or no range.
     """
     fixed = {key: value for key, value in settings.items() if key not in space}
-    faults, known = [], TrainConfig.model_fields.keys() - IDLE - {"problem_type"}  # of its metrics
+    faults, known = [], TrainConfig.model_fields.keys() - IDLE - ROW_KEYS - MEASURE
     ranges = {}
     for key, values in space.items():
         try:
@@ -308,7 +324,7 @@ def _checked_ranges(
                 checked(TrainConfig, fixed | {key: value})
         except ConfigError as error:
             faults.append(str(error))
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             faults.append(
                 f"{key}={values}: no range ({first_line(error)}). Allowed: {{low: A, high: B}}, "
                 "A below B, with log: true or step: S; or a list"

@@ -106,7 +106,10 @@ def fit(config: TrainConfig) -> None:
                 raise
         events = list(read_events(run.events.path)) if is_main else []
         model = config.output_dir / "model"
-        if is_main and model.is_dir() and not (model / "README.md").is_file():
+        card = model / "README.md"  # which names the repository, if there is one
+        named = (config.push_to_hub and config.hub_model_id) or ""
+        is_told = card.is_file() and named in card.read_text(encoding="utf-8", errors="replace")
+        if is_main and model.is_dir() and not is_told:
             _describe(config, run.splits.label_names, events)
         watch.wait()
     if is_main:

@@ -73,7 +73,8 @@ def model_card(
     heading = f"\n## Evaluation, on the {split} rows{tuned}\n\n| metric | value |\n|---|---|\n"
     evaluation = heading + measured if measured else ""
     training = f"\n## Training\n\n| key | value |\n|---|---|\n{keys}" if keys else ""
-    labels = ", ".join(f"`{' '.join(name.split())}`" for name in label_names)  # no HTML
+    plain = (" ".join(name.split()).replace("`", "'") for name in label_names)
+    labels = ", ".join(f"`{name}`" for name in plain)  # no HTML
     labels = "" if settings.get("problem_type") == "regression" else f"Labels: {labels}.\n\n"
     place, longest = settings.get("hub_model_id") or ".", settings.get("max_seq_length")
     cut = f", truncation=True, max_length={longest}" if longest else ", truncation=True"

@@ -1,5 +1,6 @@
 """The search over a space of settings."""
 
+import json
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from filelock import FileLock
 
 from accel_ft import search, train
 from accel_ft.config import SearchConfig, TrainConfig
-from accel_ft.errors import ConfigError
+from accel_ft.errors import ConfigError, LaunchError
 from accel_ft.settings import checked, read_settings
 
 
@@ -382,7 +383,7 @@ def test_a_job_that_cannot_run_is_told_once(
 ) -> None:
     monkeypatch.setenv("FAILS", "1")
     words = ["--num_trials", "20", "--parallel_trials", at_once]
-    with pytest.raises(ConfigError, match="no trial came to its end"):
+    with pytest.raises(ConfigError, match=r"no trial came to its end, \d failed. Fix: the job"):
         search_of_stand_ins("learning_rate: {low: 0.1, high: 0.9}\n", *words)
     told = capsys.readouterr()
     assert told.out.count("failed: error: the rows are bad (see its log)") in (3, 2 + int(at_once))
@@ -418,6 +419,35 @@ def test_a_trial_that_a_killed_search_left(search_of_stand_ins, tmp_path: Path) 
     assert states(study) == ["FAIL", "COMPLETE"]
     assert study.best_params == begun.params
     assert list(tmp_path.glob("search/trial_*")) == [folder]
+
+
+def test_a_trial_that_came_to_its_end_without_its_search_counts(search_of_stand_ins, tmp_path: Path) -> None:
+    """Its evaluations, all read at once, begin below the median; it ended above all others."""
+    space, folder = "learning_rate: {low: 0.6, high: 0.7}\n", tmp_path / "search/trial_0005"
+    study = search_of_stand_ins(space, "--num_trials", "5")
+    begun = study.ask()
+    begun.suggest_float("learning_rate", 0.6, 0.7)
+    folder.mkdir()
+    steps = [{"event": "eval", "step": step, "eval_accuracy": 0.1} for step in range(1, 9)]
+    events = [*steps, {"event": "end", "step": 8, "eval_accuracy": 0.95}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    stand_in = tmp_path / "stand_in.py"
+    stand_in.write_text("import time; time.sleep(1)")  # a run that has ended is left alone
+    study = search_of_stand_ins(space, "--num_trials", "6")
+    assert states(study) == ["COMPLETE"] * 5 + ["FAIL", "COMPLETE"]
+    assert study.best_value == 0.95
+
+
+def test_a_search_that_a_launcher_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its strategy would not be that of the trials."""
+    for name in ("job", "space"):
+        (tmp_path / f"{name}.yaml").write_text("seed: [1]\n" if name == "space" else "seed: 1\n")
+    words = ["--job", str(tmp_path / "job.yaml"), "--space", str(tmp_path / "space.yaml")]
+    for name in ("RANK", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.setenv(name, "0")
+        with pytest.raises(LaunchError, match=f"heeds no {name}. Fix: .*--config_file FILE"):
+            search.main(words)
+        monkeypatch.delenv(name)
 
 
 def test_a_trial_that_was_ended_while_it_was_asked_for_keeps_its_settings(
@@ -531,7 +561,8 @@ def test_a_space_that_cannot_be(tmp_path: Path) -> None:
         "learning_rat: [1]\nseed: {low: 1}\nwarmup_steps: 3\nweight_decay: {low: 0, high: 0.1, log: true}\n"
         "learning_rate: {low: 1.0e-5, high: .inf}\nmax_grad_norm: {low: 1e-3, high: 5e-1, log: true}\nlr_reference_batch_size: {low: 9e0, high: 8e0}\ngradient_checkpointing: {low: false, high: true}\n"
         "push_to_hub: [true, false]\nproblem_type: [regression]\nlr: [1]\nlora_alpha: {min: 1, max: 2}\n"
-        "num_train_epochs: [1, 2]\nmax_steps: [3]\n"
+        "num_train_epochs: [1, 2]\nmax_steps: [3]\nmax_eval_samples: [4, 21]\n"
+        "eval_steps: {low: 1, high: 9, step: 0.5}\n"
     )
     words = ["--job", str(tmp_path / "job.yaml"), "--space", str(tmp_path / "space.yaml")]
     with pytest.raises(ConfigError) as caught:
@@ -546,6 +577,8 @@ def test_a_space_that_cannot_be(tmp_path: Path) -> None:
     assert "gradient_checkpointing={'low': False, 'high': True}: no range" in str(caught.value)
     assert "'low': '9e0', 'high': '8e0'}: no range" in str(caught.value)
     assert "problem_type: cannot be varied" in str(caught.value)  # each has metrics of its own
+    assert "max_eval_samples: cannot be varied" in str(caught.value)  # each would have its rows
+    assert "eval_steps={'low': 1, 'high': 9, 'step': 0.5}: no range" in str(caught.value)
     assert "lr: cannot be varied. Fix: learning_rate" in str(caught.value)
     assert "lora_alpha={'min': 1, 'max': 2}: no range (" in str(caught.value)
     assert "num_train_epochs: has no effect beside max_steps" in str(caught.value)

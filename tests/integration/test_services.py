@@ -274,10 +274,21 @@ def test_push_to_hub(
         assert 'pipeline("text-classification", model="me/x", truncation=True' in text
 
 
+def test_a_card_pushed_later_names_its_repository(words: list[str], hub: Hub) -> None:
+    train.main(words)
+    push = ["--push_to_hub", "--hub_model_id", "me/x", "--resume_from_checkpoint", "latest"]
+    train.main([*words, *push])
+    assert 'pipeline("text-classification", model="me/x"' in hub.files["README.md"].decode()
+
+
 def test_no_repository_is_made_for_what_is_not_there(tmp_path: Path, hub: Hub) -> None:
     from accel_ft import export
 
     words = ["--checkpoint", str(tmp_path / "typo"), "--output", str(tmp_path / "out")]
+    with pytest.raises(ConfigError, match="hub_model_id=me/x: has no effect without push_to_hub"):
+        export.main([*words, "--hub_model_id", "me/x"])
+    with pytest.raises(ConfigError, match="hub_model_id="):  # an empty variable of a shell
+        export.main([*words, "--push_to_hub", "--hub_model_id", ""])
     with pytest.raises(ConfigError, match="there is no such folder"):
         export.main([*words, "--push_to_hub", "--hub_model_id", "me/x"])
     assert not hub.repos
