@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = parse(EvaluateConfig, argv, "evaluate", settings_of_the_run)
 
     import numpy as np
+    from accelerate.utils import gather_object
 
     from accel_ft.data.sources import check_first_rows
 
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from accel_ft.checkpoint.open import open_classifier
     from accel_ft.data.loader import Padding
     from accel_ft.data.splits import load_eval_split
-    from accel_ft.engine.evaluation import evaluate, make_eval_loader
+    from accel_ft.engine.evaluation import evaluate, make_eval_loader, refuse_other_rows
     from accel_ft.runtime.files import to_json
     from accel_ft.runtime.launch import make_accelerator
     from accel_ft.runtime.logging import setup_logging
@@ -62,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         name, split, is_cut_off = load_eval_split(
             config, opened.tokenizer, opened.label_names, config.split
         )
+    refuse_other_rows(gather_object([{name: split.fingerprint()}]))
     opened.check_tokens(split.store.greatest_id)
     if "max_eval_samples" in typed:  # the run's is for its validation rows
         split.stop = min(split.stop, config.max_eval_samples or split.stop)

@@ -77,7 +77,7 @@ def export(
             weights = state.read_weights(Path(folder))
             save_file(weights, staging / convert.WEIGHTS, metadata={"format": "pt"})
             model_config.save_pretrained(staging)
-        # That of load_parts may pad with a word, which would be a special token once it is read back.
+        # That of load_parts may pad with a word, which would be a special token when read back.
         load_tokenizer(folder, "checkpoint").save_pretrained(staging)
         settings = run_settings({"checkpoint": checkpoint}) | {"hub_model_id": repo_id}
         if settings.get("problem_type") is None and model_config.problem_type is not None:

@@ -102,16 +102,12 @@ def fit(config: TrainConfig) -> None:
                     with dropout.on_cpu(accelerator.device):
                         train(run)
             except Preempted:
-                watch.wait()  # where a rank ends, the launcher signals the others anew
+                watch.barrier()  # where a rank ends, the launcher signals the others anew
                 raise
         events = list(read_events(run.events.path)) if is_main else []
-        model = config.output_dir / "model"
-        card = model / "README.md"  # which names the repository, if there is one
-        named = (config.push_to_hub and config.hub_model_id) or ""
-        is_told = card.is_file() and named in card.read_text(encoding="utf-8", errors="replace")
-        if is_main and model.is_dir() and not is_told:
+        if is_main and _lacks_card(config):
             _describe(config, run.splits.label_names, events)
-        watch.wait()
+        watch.barrier()
     if is_main:
         _finish(config, events)
 
@@ -151,6 +147,15 @@ def _own(config: TrainConfig, lock: Path) -> Iterator[None]:
                 "Fix: --resume_from_checkpoint latest to continue it, or another --output_dir"
             )
         yield
+
+
+def _lacks_card(config: TrainConfig) -> bool:
+    """Whether there is a model without a card, or with one of another repository."""
+    card = config.output_dir / "model" / "README.md"
+    if not card.is_file():
+        return card.parent.is_dir()
+    repo_id = (config.push_to_hub and config.hub_model_id) or ""
+    return repo_id not in card.read_text(encoding="utf-8", errors="replace")
 
 
 def _describe(config: TrainConfig, label_names: list[str], events: list[dict[str, Any]]) -> None:

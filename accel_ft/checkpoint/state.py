@@ -83,7 +83,7 @@ def together(watch: Watch, final: Path) -> Iterator[None]:
         yield
     except (Exception, CheckpointException) as error:  # each library wraps the system's error
         fault = error
-    told = watch.tell(None if fault is None else _told(fault))
+    told = watch.all_gather(None if fault is None else _told(fault))
     if any(told):
         for folder in (transaction.staging_folder(final), transaction.sealed_folder(final)):
             shutil.rmtree(folder, ignore_errors=True)
@@ -135,7 +135,7 @@ def find(
             fault = error
         except OSError as error:
             fault = CheckpointError(f"{root}: {error}")
-    found, fault = watch.tell((found, fault))[0]  # hashing a large one may take long
+    found, fault = watch.all_gather((found, fault))[0]  # hashing a large one may take long
     if fault is not None:
         raise fault
     return found
@@ -143,7 +143,7 @@ def find(
 
 def is_sound(watch: Watch, folder: Path) -> bool:
     """Return on every rank whether a checkpoint verifies; tell what is wrong. Collective."""
-    return bool(watch.tell(watch.rank == 0 and _verifies(folder))[0])
+    return bool(watch.all_gather(watch.rank == 0 and _verifies(folder))[0])
 
 
 def _verifies(folder: Path) -> bool:

@@ -107,7 +107,7 @@ def examine(config: TrainConfig) -> Iterator[Finding]:
         try:
             with Watch(folder / "ranks", rank, num_ranks, limit) as watch:  # of `agreed`, too
                 yield from map(agreed, _on_the_job(config, accelerator, log, watch, folder))
-                watch.wait()
+                watch.barrier()
         finally:
             if accelerator.is_main_process:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -173,7 +173,7 @@ def _on_the_job(
         _let_go(run)  # what follows needs its room, and that of its checkpoints
         if accelerator.is_main_process:
             shutil.rmtree(job.output_dir)
-        watch.wait()
+        watch.barrier()
         with contextlib.closing(_jobs(job, watch, folder)) as jobs:
             yield from resume.resume(partial(next, jobs), folder, steps=1)
 

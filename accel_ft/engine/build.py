@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 from functools import partial
 from typing import Any
 
@@ -11,16 +12,16 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 
-from accel_ft.config import IDENTITY_KEYS, TrainConfig
+from accel_ft.config import FILE_KEYS, IDENTITY_KEYS, TrainConfig
 from accel_ft.data.loader import Batches, Padding, collate, train_places
 from accel_ft.data.plan import Plan
 from accel_ft.data.splits import Split, Splits, class_weights, load_splits
-from accel_ft.engine.evaluation import make_eval_loader
+from accel_ft.engine.evaluation import make_eval_loader, refuse_other_rows
 from accel_ft.engine.fitting import DEFAULT_GLOBAL_BATCH_SIZE, fit_micro_batch, longest
 from accel_ft.engine.graphs import Graphs, can_record
 from accel_ft.engine.run import Run
 from accel_ft.engine.step import forward, unreached
-from accel_ft.errors import ConfigError, DataError, LaunchError, nearest
+from accel_ft.errors import ConfigError, LaunchError, nearest
 from accel_ft.model import load
 from accel_ft.model.embedding import make_sparse, tied_modules
 from accel_ft.model.first_token import ask_apart
@@ -40,6 +41,7 @@ from accel_ft.runtime.launch import (
     refuse_cuda_graphs,
 )
 from accel_ft.runtime.logging import EventLog
+from accel_ft.runtime.receipt import about_program, about_strategy
 from accel_ft.runtime.trackers import Trackers
 from accel_ft.runtime.watch import Watch
 
@@ -53,6 +55,12 @@ NEEDS = {  # keys that do nothing without one of others
     **dict.fromkeys(("hub_model_id", "hub_private_repo"), ("push_to_hub",)),
     "lr_reference_batch_size": ("lr_scaling",),
 }
+PLACES = FILE_KEYS | {  # keys that may differ from machine to machine
+    "model_name_or_path", "dataset_name", "output_dir", "resume_from_checkpoint", "reproduce",
+    "dataloader_num_workers",
+}  # fmt: skip
+STRATEGY_VARIABLES = ("FSDP_", "ACCELERATE_DYNAMO_")
+MOST_FAULTS = 10
 PROBED_ROWS = 1000
 IDLE_UNDER = (  # key, and the values of another under which it does nothing
     ("warmup_steps", "lr_scheduler_type", ("constant",)),
@@ -66,6 +74,7 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     is_fsdp = accelerator.distributed_type == DistributedType.FSDP
     if is_fsdp and not accelerator.is_fsdp2 and config.lora_r is not None:
         raise ConfigError(f"lora_r={config.lora_r}: FSDP1 cannot save adapters alone. Fix: FSDP2")
+    _check_same_job(config, accelerator, watch)
     folder = load.resolve(config.model_name_or_path)
     tokenizer = load.load_tokenizer(folder)
     base = load.load_model_config(folder)
@@ -74,9 +83,7 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     watch.stage("data")
     with watch.first(accelerator.is_local_main_process):  # it tokenises, others find its cache
         splits = load_splits(config, tokenizer, load.labels_of(base))
-    read = watch.tell([splits.train.fingerprint(), splits.validation.fingerprint()])
-    if any(each != read[0] for each in read):
-        raise DataError(f"the ranks read different rows: {read}. Fix: the same files everywhere")
+    refuse_other_rows(watch.all_gather({n: s.fingerprint() for n, s in splits.given.items()}))
     stores = [split.store for split in splits.given.values()]
     load.check_tokens(max(tokenizer.pad_token_id, *(s.greatest_id for s in stores)), base)
     names, best = splits.label_names, config.best_label
@@ -116,7 +123,7 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     if config.lora_r is not None:  # its checkpoints hold nothing of the pretrained model
         is_main = accelerator.is_main_process
         found = load.provenance(config.model_name_or_path) if is_main else None
-        identity["pretrained"] = watch.tell(found)[0]
+        identity["pretrained"] = watch.all_gather(found)[0]
     trackers = Trackers(accelerator)
 
     def eval_loader(split: Split) -> Any:
@@ -146,6 +153,35 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
         trackers=trackers,
         graphs=_graphs(config, accelerator, model, pad, splits.train),
     )
+
+
+def _check_same_job(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> None:
+    """Refuse ranks of different jobs: each machine has its own command, files and environment.
+    Collective.
+
+    Raises:
+        ConfigError: naming what differs, and where.
+    """
+    job = config.model_dump(mode="json", exclude=PLACES) | about_strategy(accelerator)
+    job |= {key: value for key, value in os.environ.items() if key.startswith(STRATEGY_VARIABLES)}
+    program = about_program()
+    job |= program["versions"] | {key: program[key] for key in ("accel_ft", "git_commit")}
+    first, *others = every = watch.all_gather(job)
+    if None in [each["git_commit"] for each in every]:  # a machine without git
+        first |= {"git_commit": None}
+        others = [each | {"git_commit": None} for each in others]
+    faults = [
+        f"{key}: {first.get(key)} on rank 0, {other.get(key)} on rank {rank}"
+        for rank, other in enumerate(others, 1)
+        for key in sorted(first | other)
+        if first.get(key) != other.get(key)
+    ]
+    if faults:
+        many = f"\n  and {len(faults) - MOST_FAULTS} more" if len(faults) > MOST_FAULTS else ""
+        raise ConfigError(
+            "the ranks were started for different jobs. Fix: the same command, files, environment "
+            "and versions on every machine\n  " + "\n  ".join(faults[:MOST_FAULTS]) + many
+        )
 
 
 def _graphs(

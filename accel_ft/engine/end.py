@@ -58,7 +58,7 @@ def finish(run: Run) -> None:
         model_step=model_step,
         num_worse=run.num_worse,
         **{f"eval_{key}": value for key, value in scores.items()},
-        peak_memory=max(run.watch.tell(peak_memory(run.accelerator.device))),
+        peak_memory=max(run.watch.all_gather(peak_memory(run.accelerator.device))),
     )
 
 

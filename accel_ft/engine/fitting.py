@@ -78,7 +78,7 @@ def fit_micro_batch(
     Raises:
         ConfigError: not one fits.
     """
-    capacity = min(watch.tell(device_bytes(accelerator.device)))  # without the model's share
+    capacity = min(watch.all_gather(device_bytes(accelerator.device)))  # without the model's share
     model, _ = plain_model(config, accelerator.device, splits.label_names, tokenizer)
     whole = sum(parameter.nbytes for parameter in model.parameters())
     if capacity < 2 * whole:
@@ -95,7 +95,7 @@ def fit_micro_batch(
     size = config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
     rows = -(-size // accelerator.num_processes)  # of an update on a rank; more are not needed
     strategy = strategy_name(accelerator), accelerator.num_processes
-    found = int(min(*watch.tell(wanted.largest(*strategy, usable, rows)), rows))
+    found = int(min(*watch.all_gather(wanted.largest(*strategy, usable, rows)), rows))
     if found < 1:
         missing = wanted.on_rank(*strategy, 1, rows > 1) - usable
         raise ConfigError(
@@ -103,7 +103,7 @@ def fit_micro_batch(
             f"fits: {missing / 2**20:,.0f} MiB are missing. Fix: a shorter max_seq_length, lora_r, "
             "gradient_checkpointing, or FSDP, as `accel_ft.doctor` advises"
         )
-    (earlier, *_) = watch.tell(_earlier_micro_batch(config, accelerator.num_processes))
+    (earlier, *_) = watch.all_gather(_earlier_micro_batch(config, accelerator.num_processes))
     found = min(found, earlier or found)
     logger.info("per_device_train_batch_size: %d samples at once", found)
     return config.resolved(per_device_train_batch_size=found, global_batch_size=size)
@@ -115,8 +115,10 @@ def _earlier_micro_batch(config: TrainConfig, num_processes: int) -> int | None:
     """
     wanted = config.resume_from_checkpoint
     run = config.output_dir if wanted == "latest" else run_folder(wanted or "")
-    if wanted is None or run is None or not (run / "receipt.json").is_file():
+    if wanted is None or run is None:
         return None
+    if not all((run / name).is_file() for name in ("receipt.json", "config.yaml")):
+        return None  # it was killed before it had both
     if read_receipt(run)["strategy"]["num_processes"] != num_processes:
         return None
     return int(read_settings(run / "config.yaml")["per_device_train_batch_size"])

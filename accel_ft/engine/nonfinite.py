@@ -51,7 +51,7 @@ def all_finite(run: Run, losses: list[torch.Tensor], grad_norm: torch.Tensor) ->
         if scaler is not None and not math.isfinite(norm):
             scale = scaler.get_scale()
         finite = finite and (math.isfinite(norm) or scale > 1.0)  # then the scale halves
-        run.stop_signal, nonfinite = run.watch.agree(run.watch.stop_signal, int(not finite))
+        run.stop_signal, nonfinite = run.watch.all_max(run.watch.stop_signal, int(not finite))
         run.grad_norm = norm if math.isfinite(norm) else None
         if not nonfinite:
             run.outcomes.popleft()
@@ -151,7 +151,7 @@ def _nonfinite_places(run: Run, outcome: Outcome) -> tuple[NDArray[np.int64], li
         for places, loss in zip(mine, outcome.values.tolist()[:-1], strict=True)
         if len(places) and not math.isfinite(loss)  # filling has a weight of 0, and NaN x 0 is NaN
     ]
-    told = [pair for rank in run.watch.tell(bad) for pair in rank]
+    told = [pair for rank in run.watch.all_gather(bad) for pair in rank]
     if not told:
         return run.plan.global_batch(outcome.step), []
     return np.concatenate([np.array(places) for places, _ in told]), [loss for _, loss in told]

@@ -180,7 +180,7 @@ class Run:
         state.check_same_run(folder, there, here, self.config.allow_changed)
         groups = self.scheduler.optimizer.param_groups
         fresh = [{key: group[key] for key in ("initial_lr", "weight_decay")} for group in groups]
-        devices = self.watch.tell(self.accelerator.device.index or 0)
+        devices = self.watch.all_gather(self.accelerator.device.index or 0)
         state.load(self.accelerator, folder, saved, self.config.seed, devices)
         # What was recorded multiplies by the loss scale of before.
         graphs = self.graphs
@@ -285,7 +285,7 @@ class Run:
         name = signal.Signals(self.stop_signal).name
         with contextlib.suppress(CheckpointError):  # what matters is saved
             self.events.write("preempted", step=self.step, signal=name)
-        self.watch.wait()  # a rank that ends first has the launcher end the others
+        self.watch.barrier()  # a rank that ends first has the launcher end the others
         raise Preempted(
             f"{name}: stopped after update {self.step} of {self.num_steps}, which is saved. "
             "Go on: the same command with --resume_from_checkpoint latest"
@@ -293,7 +293,7 @@ class Run:
 
     def check_stop(self) -> None:
         """End an evaluation where a signal came; all ranks do before the same batch. Collective."""
-        (self.stop_signal,) = self.watch.agree(self.watch.stop_signal)
+        (self.stop_signal,) = self.watch.all_max(self.watch.stop_signal)
         if self.stop_signal:
             if self.saved_step != self.step:
                 self.eval_is_due = True
@@ -302,7 +302,9 @@ class Run:
 
     def log(self, learning_rate: float) -> None:
         """Write a train event. Collective."""
-        loss_sums, padded = zip(*self.watch.tell((self.loss_sum, self.padded_tokens)), strict=True)
+        loss_sums, padded = zip(
+            *self.watch.all_gather((self.loss_sum, self.padded_tokens)), strict=True
+        )
         loss = math.fsum(loss_sums) / self.loss_weight if self.loss_weight > 0 else None
         seconds = time.monotonic() - self.timed_since
         self.events.write(
@@ -337,7 +339,9 @@ class Run:
         self.logits, self.logits_step = logits, self.step
         self.eval_is_due = False
         ahead = math.inf
-        value = self.watch.tell(self.config.best_value(scores))[0]  # to the last bit on all ranks
+        value = self.watch.all_gather(self.config.best_value(scores))[
+            0
+        ]  # to the last bit on all ranks
         if not (math.isfinite(value) and np.isfinite(logits).all()):
             ahead = -math.inf  # of numbers that are none, the largest is the first label's
         elif self.best is not None:
@@ -398,12 +402,12 @@ class Run:
         trainer_state = {name: getattr(self, name) for name in state.RUN_STATE} | {
             "num_processes": self.accelerator.num_processes,
             "device": self.accelerator.device.type,
-            "devices": self.watch.tell(self.accelerator.device.index or 0),
+            "devices": self.watch.all_gather(self.accelerator.device.index or 0),
             "validation_data": self.splits.validation.fingerprint(),
             "identity": self.identity,
             "mixed_precision": self.accelerator.mixed_precision,
             "accumulation_steps": self.accumulation_steps,
-            "loss_sums": self.watch.tell(self.loss_sum),
+            "loss_sums": self.watch.all_gather(self.loss_sum),
         }
         final = transaction.checkpoint_folder(self.checkpoints, self.step)
         model = self.unwrapped_model()

@@ -47,7 +47,9 @@ def is_finished(run: Run) -> bool:
             chosen["metric"], wanted["metric"],
         )  # fmt: skip
     rows = _fingerprints(run) | {"train": receipt["data"]["train"]}
-    parts = (any((run.output_dir / "model").glob(p)) for p in ("config.json", "*.safetensors"))
+    wanted_parts = ["config.json", "*.safetensors", "tokenizer_config.json"]
+    wanted_parts += ["tokenizer.json"] * getattr(run.tokenizer, "is_fast", False)
+    parts = (any((run.output_dir / "model").glob(pattern)) for pattern in wanted_parts)
     is_kept = chosen["takes_best"] == wanted["takes_best"] and all(parts)
     is_done = is_kept and rows == receipt["data"]
     anew = "its end is made anew, for other rows, another choice or a lost part of its model"
@@ -109,7 +111,7 @@ def start_or_resume(run: Run) -> None:
             f"resume_from_checkpoint={wanted}: {run.checkpoints} holds later ones, up to "
             f"{later[-1].name}. Fix: another output_dir, or remove them yourself"
         )
-    run.watch.wait()  # all have looked
+    run.watch.barrier()  # all have looked
     run.trackers.start(run.config, run.step)
     if accelerator.is_main_process:
         transaction.make_root(run.checkpoints)
@@ -124,7 +126,7 @@ def start_or_resume(run: Run) -> None:
         if run.step > 0:
             run.events.write("resume", step=run.step, num_processes=accelerator.num_processes)
     _announce(run)
-    run.watch.wait()
+    run.watch.barrier()
     if is_others or (run.config.on_nonfinite == "rollback" and run.step == 0):
         run.save()  # what it can be rolled back to, or go on from
 

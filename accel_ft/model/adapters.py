@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from accel_ft.config import TrainConfig
-from accel_ft.errors import CheckpointError, ConfigError, nearest, require
+from accel_ft.errors import CheckpointError, ConfigError, in_one_line, nearest, require
 from accel_ft.model import load
 
 ADAPTER_CONFIG = "adapter_config.json"

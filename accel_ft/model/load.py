@@ -148,9 +148,9 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
 
 
 def load_parts(folder: str) -> tuple[Any, Any, list[str]]:
-    """Load architecture, tokenizer and label names (by id) of a resolved, finished classifier. Texts
-    are padded with the model's pad token where it names one, by which a decoder finds the last
-    token of a text; else the model takes the tokenizer's.
+    """Load architecture, tokenizer and label names (by id) of a resolved, finished classifier.
+    Texts are padded with the model's pad token where it names one, by which a decoder finds the
+    last token of a text; else the model takes the tokenizer's.
 
     Raises:
         ConfigError: where they cannot be had, or it is no classifier.
@@ -159,7 +159,9 @@ def load_parts(folder: str) -> tuple[Any, Any, list[str]]:
     config = load_model_config(folder, "checkpoint")
     padding = getattr(config.get_text_config(), "pad_token_id", None)
     if isinstance(padding, int) and 0 <= padding < len(tokenizer):
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding)  # not to be saved: see export
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(
+            padding
+        )  # not to be saved: see export
     else:
         take_pad_token(config, tokenizer)
     names = labels_of(config)
@@ -201,8 +203,8 @@ def load_model_config(folder: str, key: str = "model_name_or_path", **settings: 
 
 @cache
 def _warn_of_full_attention(kind: str) -> None:
-    """transformers switches a model to full attention at the first batch of short texts, for good:
-    what it makes of a row would depend on which rows came before.
+    """Say so once. At the first batch of short texts transformers does it itself, for good: what a
+    model made of a row would depend on the rows before.
     """
     logger.warning(
         "%s attends in full, not in sparse blocks: more memory and time for long texts", kind

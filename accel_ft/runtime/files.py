@@ -17,12 +17,13 @@ from accel_ft.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+STAGED = ".accel_ft-"  # between the name of a file that is being written, and who writes it
 LOCK_SECONDS = 30.0  # a run that was told to stop may still be saving
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Replace a file's content; a reader, or a kill, never meets half of it."""
-    staging = path.with_name(f".{path.name}.{os.getpid()}")
+    staging = path.with_name(f".{path.name}{STAGED}{os.getpid()}")
     try:
         with staging.open("wb") as file:
             if isinstance(content, str):  # a file's name in it may be no UTF-8
@@ -37,8 +38,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 def remove_unfinished(folder: Path) -> None:
     """Remove what `write_whole` has left there in processes that were killed."""
-    for path in folder.glob(".*.*"):
-        number = path.name.rpartition(".")[2]
+    for path in folder.glob(f".*{STAGED}*"):
+        number = path.name.rpartition(STAGED)[2]
         if number.isdecimal() and not psutil.pid_exists(int(number)):
             path.unlink(missing_ok=True)
 

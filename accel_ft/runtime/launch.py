@@ -7,8 +7,12 @@ launcher's own command line.
 """
 
 import contextlib
+import logging
 import os
 import signal
+import threading
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,16 +34,20 @@ from accelerate.utils import (
 from torch import nn
 
 from accel_ft import errors
-from accel_ft.errors import LaunchError
+from accel_ft.errors import LaunchError, in_one_line, nearest
 from accel_ft.runtime import fsdp
 from accel_ft.runtime.gloo import give_groups_one_worker
 from accel_ft.runtime.memory import keep_freed_memory
+
+logger = logging.getLogger(__name__)
 
 YES = ("y", "yes", "t", "true", "on", "1")  # as accelerate reads it
 ENVIRONMENT = "the environment"  # where no `accelerate launch` is among the parents
 SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish", "ash", "busybox"}
 MIXED_PRECISION = "mixed_precision (another than this process began with needs a new one)"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # that end a run
+LAUNCHER_GONE = "the launcher ended before this rank had started"
+QUIET_SECONDS = 20.0  # after which a rank that waits for others says so
 COMPILATIONS = 256  # of one function: 24 widths up to 4,096 tokens, trained and evaluated, under
 # FSDP2 for the last layer and the others, with micro-batches of two sizes
 
@@ -80,6 +88,8 @@ def read_request() -> Request:
     file = args.config_file or (default_config_file if has_default else None)
     place = Path(folder, Path(file).expanduser()) if file else None
     yaml: Any = load_config_from_file(str(place)) if place else None
+    if yaml:
+        _refuse_unheard(str(file), yaml)
     words_say = "FSDP" if args.use_fsdp else "MULTI_GPU" if args.multi_gpu else None
     asked_precision = args.mixed_precision or (yaml and yaml.mixed_precision)
     return Request(
@@ -89,6 +99,31 @@ def read_request() -> Request:
         words_say or (str(yaml.distributed_type.value) if yaml else "NO"),
         str(asked_precision or "no"),
     )
+
+
+def _refuse_unheard(file: str, yaml: Any) -> None:
+    """Stop where the YAML has a section, or a key in one, that accelerate passes over.
+
+    Raises:
+        LaunchError: naming it.
+    """
+    kind = yaml.distributed_type.value
+    options = vars(launch_command_parser().parse_args(["script"]))
+    for section, keys in vars(yaml).items():
+        if section in ("tpu_use_cluster", "downcast_bf16") and keys not in (None, False, "no"):
+            raise LaunchError(f"{file}: {section}: {keys} is for TPUs. Fix: leave it out")
+        if not isinstance(keys, dict) or not keys or section == "parallelism_config":
+            continue
+        if section != "dynamo_config" and (section, kind) != ("fsdp_config", "FSDP"):
+            raise LaunchError(
+                f"{file}: its {section} is not heeded under distributed_type: {kind}. Fix: leave "
+                "it out" + ", or distributed_type: FSDP" * (section == "fsdp_config")
+            )
+        prefix = section.removesuffix("config")
+        for key in keys:
+            name = key if key.startswith(prefix) else prefix + key
+            if name not in options:
+                raise LaunchError(f"{file}: {section} has no {key}.{nearest(name, options)}")
 
 
 def own_launcher() -> int | None:
@@ -141,7 +176,10 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
         LaunchError: where it cannot be had, with what was asked, what was found and how to mend it.
     """
     give_groups_one_worker()
-    request = read_request()
+    try:
+        request = read_request()
+    except ValueError as error:
+        raise LaunchError(f"{ENVIRONMENT}: accelerate cannot start: {error}") from error
     if request.use_cpu:  # FSDP2 and barriers would take the GPUs all the same
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     on_cpu = bool(request.use_cpu) or not torch.accelerator.is_available()
@@ -152,9 +190,19 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
     kwargs.setdefault("kwargs_handlers", [InitProcessGroupKwargs(timeout=timedelta(days=1))])
     data = DataLoaderConfiguration(non_blocking=True)
     try:
-        accelerator = Accelerator(cpu=on_cpu, dataloader_config=data, **kwargs)
+        with _meeting():
+            accelerator = Accelerator(cpu=on_cpu, dataloader_config=data, **kwargs)
     except ValueError as error:  # of what stands in the environment
         raise LaunchError(f"{request.source}: accelerate cannot start: {error}") from error
+    except RuntimeError as error:
+        if int(os.environ.get("WORLD_SIZE") or 1) == 1:
+            raise
+        why = in_one_line(error).rstrip(".")
+        raise LaunchError(
+            f"the ranks did not meet at {_meeting_place()}: {why}. Fix: "
+            "start all machines, with the same --main_process_ip and --main_process_port; "
+            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME=the network interface that joins them"
+        ) from error
     # With a mask, its backward pass gives NaN on Hopper GPUs (PyTorch's issue 196678): torch then
     # takes its flash or memory-efficient one.
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -187,6 +235,33 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
     return accelerator
 
 
+@contextlib.contextmanager
+def _meeting() -> Iterator[None]:
+    """While the ranks wait for each other: end where the launcher does, and say that one waits."""
+    launcher, started, met = own_launcher(), time.monotonic(), threading.Event()
+    tells = int(os.environ.get("WORLD_SIZE") or 1) > 1 and os.environ.get("RANK") == "0"
+
+    def look() -> None:
+        is_told = not tells
+        while not met.wait(1.0):
+            if launcher not in (None, os.getppid()):
+                os.write(2, f"error: {LAUNCHER_GONE}\n".encode())
+                os._exit(LaunchError.exit_code)
+            if not is_told and time.monotonic() - started > QUIET_SECONDS:
+                is_told = True
+                logger.warning("waiting for the other ranks at %s", _meeting_place())
+
+    threading.Thread(target=look, name="accel_ft meeting", daemon=True).start()
+    try:
+        yield
+    finally:
+        met.set()
+
+
+def _meeting_place() -> str:
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
 def make_training_accelerator(timeout_seconds: float, **kwargs: Any) -> Accelerator:
     """Build the `Accelerator` that training runs on.
 
@@ -198,7 +273,13 @@ def make_training_accelerator(timeout_seconds: float, **kwargs: Any) -> Accelera
         LaunchError: as `make_accelerator`.
     """
     if own_launcher() not in (None, os.getppid()):  # ranks would wait for it to join them
-        raise LaunchError("the launcher ended before this rank had started")
+        raise LaunchError(LAUNCHER_GONE)
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks != "1" and "WORLD_SIZE" not in os.environ:
+        logger.warning(
+            "task %s of the %s of srun trains alone: for one job of all, see "
+            "examples/slurm/train.sbatch", os.environ.get("SLURM_PROCID"), tasks,
+        )  # fmt: skip
     accelerator = make_accelerator(
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
@@ -324,7 +405,7 @@ def _refuse_impossible(request: Request, on_cpu: bool) -> None:
     is_fsdp1 = kind == "FSDP" and not is_fsdp2
     sharding = os.environ.get("FSDP_SHARDING_STRATEGY", "full_shard").upper()
     reshards = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").upper()
-    ranks, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
+    ranks, devices = int(os.environ.get("LOCAL_WORLD_SIZE") or 1), torch.accelerator.device_count()
 
     def asks_fsdp(key: str, *values: str) -> bool:
         return kind == "FSDP" and os.environ.get(f"FSDP_{key}", "").lower() in (values or YES)
@@ -338,7 +419,7 @@ def _refuse_impossible(request: Request, on_cpu: bool) -> None:
          "FSDP, which accelerate does not hear. Fix: ACCELERATE_USE_FSDP=true"),
         (kind == "FSDP" and request.source == ENVIRONMENT and "RANK" not in os.environ,
          "FSDP, and this process is no rank. Fix: accelerate launch, or torchrun"),
-        (kind != "FSDP" and int(os.environ.get("WORLD_SIZE", "1")) > 1 and not compiles_layers()
+        (kind != "FSDP" and int(os.environ.get("WORLD_SIZE") or 1) > 1 and not compiles_layers()
          and is_compiled() and parse_flag_from_env("ACCELERATE_DYNAMO_USE_FULLGRAPH"),
          "dynamo_use_fullgraph under DDP, whose forward pass dynamo cannot trace. Fix: false"),
         (_is_true("ACCELERATE_USE_DEEPSPEED") or _is_true("ACCELERATE_USE_MEGATRON_LM"),
@@ -374,6 +455,10 @@ def _refuse_impossible(request: Request, on_cpu: bool) -> None:
         (is_fsdp2 and sharding not in ("FULL_SHARD", "1", "NONE"),
          f"fsdp_sharding_strategy: {sharding}, which FSDP2 does not heed. "
          "Fix: leave it out; fsdp_reshard_after_forward: false is its SHARD_GRAD_OP"),
+        (is_fsdp2 and (asks_fsdp("FORWARD_PREFETCH")
+                       or asks_fsdp("BACKWARD_PREFETCH", "backward_post")),
+         "fsdp_forward_prefetch or fsdp_backward_prefetch, which FSDP2 does not heed. "
+         "Fix: leave it out"),
         (is_fsdp2 and asks_fsdp("AUTO_WRAP_POLICY", "size_based_wrap"),
          "fsdp_auto_wrap_policy: SIZE_BASED_WRAP, which FSDP2 cannot do with lists of layers. "
          "Fix: TRANSFORMER_BASED_WRAP"),

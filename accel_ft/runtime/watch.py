@@ -31,7 +31,7 @@ import psutil
 import torch
 from torch import distributed as dist
 
-from accel_ft.errors import LaunchError, Preempted, RankError, leave_last_words
+from accel_ft.errors import ConfigError, LaunchError, Preempted, RankError, leave_last_words
 from accel_ft.runtime.launch import STOP_SIGNALS, own_launcher
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,9 @@ TICK_SECONDS = 0.5
 GRACE_SECONDS = 2.0  # in which the main thread may notice another rank's end, and clean up
 SILENCE_SECONDS = 30.0  # of a rank on another machine: a shared file system may lag
 SAME_BIRTH_SECONDS = 5.0  # a process number used again is of a process born later
+SHARED_SECONDS = (
+    60.0  # in which what one machine writes is seen by the others: NFS caches that long
+)
 PATIENCE = timedelta(days=7)
 
 
@@ -91,27 +94,30 @@ class Watch:
         if num_ranks > 1:
             self._patient_group = new_host_group(PATIENCE)  # rank 0 may wait for the folder's lock
             self._group = new_host_group(timedelta(seconds=limit_seconds))
-        self._beat["run"] = self.tell(secrets.token_hex(8))[0]  # not an earlier run's heartbeat
+        # By it, a heartbeat is known for one of this run, not of an earlier one.
+        self._beat["run"] = self.all_gather(secrets.token_hex(8))[0]
+        if num_ranks > 1:
+            self._check_shared()
 
     # What the ranks say to each other: on the host, so that no accelerator waits.
 
-    def agree(self, *numbers: int) -> list[int]:
-        """Return the greatest of each number over all ranks. Collective."""
+    def all_max(self, *numbers: int) -> list[int]:
+        """Return the greatest of each number over all ranks, on the host. Collective."""
         if self.num_ranks == 1:
             return list(numbers)
         greatest = torch.tensor(numbers)
         dist.all_reduce(greatest, dist.ReduceOp.MAX, group=self._group)
         return [int(number) for number in greatest]
 
-    def tell(self, value: Any) -> list[Any]:
-        """Return every rank's value, in order; waits as long as it takes. Collective."""
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, in order; on the host, without a time limit. Collective."""
         values = [value]
         if self.num_ranks > 1:
             values *= self.num_ranks
             dist.all_gather_object(values, value, group=self._patient_group)
         return values
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Wait for all ranks, as long as it takes. Collective."""
         if self.num_ranks > 1:
             dist.barrier(self._patient_group)
@@ -120,10 +126,33 @@ class Watch:
     def first(self, is_first: bool) -> Any:
         """Let some ranks do a thing before the others, as long as it takes. Collective."""
         if not is_first:
-            self.wait()
+            self.barrier()
         yield
         if is_first:
-            self.wait()
+            self.barrier()
+
+    def _check_shared(self) -> None:
+        """Refuse a folder that is another one on another machine: each would keep its own part of a
+        checkpoint. Collective.
+
+        Raises:
+            ConfigError: naming the ranks that do not see what rank 0 writes.
+        """
+        if self.rank == 0:
+            self._write_beat()
+        can_write = self.all_gather(self._can_write)[0]  # else a full disk is told when it matters
+        deadline = time.monotonic() + SHARED_SECONDS
+        is_seen = self.rank == 0 or not can_write
+        while not is_seen and time.monotonic() < deadline:
+            is_seen = any(beat["rank"] == 0 for beat in self._others())
+            time.sleep(0.0 if is_seen else 0.1)
+        hosts = self.all_gather("" if is_seen else socket.gethostname())
+        blind = [f"rank {rank} ({host})" for rank, host in enumerate(hosts) if host]
+        if blind:
+            raise ConfigError(
+                f"output_dir={self.folder.parent}: {', '.join(blind[:4])} cannot see what rank 0 "
+                "writes there. Fix: a folder on a file system that all machines share"
+            )
 
     def stage(self, name: str, can_save: bool = False) -> None:
         """Say what this rank does now.

@@ -65,18 +65,14 @@ def on_the_cpu(name: str, folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["multi_node_ddp.yaml", "multi_node_fsdp2.yaml"])
-def test_two_hosts_train_the_curve_of_one_process(
-    hosts, tmp_path: Path, still_model: Path, rows_file: Path, odd_file: Path, name: str
-) -> None:
-    output_dir = tmp_path / "two_hosts"
-    config = on_the_cpu(name, tmp_path)
+def train_on_both(config: Path, words: list[str], *on_second: str) -> tuple[list[int], list[str]]:
+    """Launch on each host, with more words on the second; return exit codes and what they said."""
     processes = []
     for rank, host in enumerate(HOSTS):
         command = [
             "ip", "netns", "exec", host, sys.executable, "-m", "accelerate.commands.launch",
             "--config_file", str(config), "--machine_rank", str(rank), "--main_process_ip", HOSTS["accel_ft_0"],
-            "-m", "accel_ft.train", *job_words(still_model, rows_file, odd_file, output_dir),
+            "-m", "accel_ft.train", *words, *on_second * rank,
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": f"aft{rank}"}
         processes.append(
@@ -87,7 +83,16 @@ def test_two_hosts_train_the_curve_of_one_process(
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)[-6000:]
+    return [process.returncode for process in processes], errors
+
+
+@pytest.mark.parametrize("name", ["multi_node_ddp.yaml", "multi_node_fsdp2.yaml"])
+def test_two_hosts_train_the_curve_of_one_process(
+    hosts, tmp_path: Path, still_model: Path, rows_file: Path, odd_file: Path, name: str
+) -> None:
+    words = job_words(still_model, rows_file, odd_file, tmp_path / "two_hosts")
+    codes, errors = train_on_both(on_the_cpu(name, tmp_path), words)
+    assert codes == [0, 0], "\n".join(errors)[-6000:]
     train.main(job_words(still_model, rows_file, odd_file, tmp_path / "one_process"))
     two, one = (
         [(e["loss"], e["grad_norm"]) for e in events_of(tmp_path / run) if e["event"] == "train"]
@@ -96,3 +101,54 @@ def test_two_hosts_train_the_curve_of_one_process(
     assert len(two) == 12
     for ours, theirs in zip(two, one, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_hosts_with_other_jobs(
+    hosts, tmp_path: Path, still_model: Path, rows_file: Path, odd_file: Path
+) -> None:
+    """Each host has its own command: replicas would part, or wait for each other."""
+    words = job_words(still_model, rows_file, odd_file, tmp_path / "run")
+    config = on_the_cpu("multi_node_ddp.yaml", tmp_path)
+    codes, errors = train_on_both(config, words, "--learning_rate", "3e-3", "--eval_steps", "2")
+    assert 0 not in codes
+    for said in errors:
+        assert "error: the ranks were started for different jobs. Fix: the same command" in said
+        assert "eval_steps: None on rank 0, 2 on rank 1" in said
+        assert "learning_rate: 0.001 on rank 0, 0.003 on rank 1" in said
+    assert not (tmp_path / "run/checkpoints").exists()
+    others = tmp_path / "others.csv"  # as many rows, as long
+    others.write_text(odd_file.read_text().replace("goal", "coach"))
+    codes, errors = train_on_both(config, [*words, "--test_file", odd_file], "--test_file", others)
+    assert 0 not in codes
+    for said in errors:
+        assert "error: rank 1 reads other test rows than rank 0. Fix: the same files" in said
+
+
+FOLDER_OF_EACH = """
+import os, sys
+from pathlib import Path
+from torch import distributed as dist
+from accel_ft.errors import ConfigError
+from accel_ft.runtime import watch
+
+watch.SHARED_SECONDS = 1.0
+root, name = Path(sys.argv[1]), sys.argv[2]
+rank = int(os.fork() == 0)
+dist.init_process_group("gloo", f"file://{root}/store_{name}", world_size=2, rank=rank)
+try:
+    watch.Watch(root / name.format(rank) / "ranks", rank, 2, 60)
+except ConfigError as error:
+    print(error, flush=True)
+os._exit(0) if rank else os.wait()
+"""
+
+
+@pytest.mark.parametrize("name", ["of_{}", "of_both"])
+def test_a_folder_that_hosts_do_not_share(tmp_path: Path, name: str) -> None:
+    """Each would keep its part of a checkpoint, and no one could read it."""
+    command = [sys.executable, "-c", FOLDER_OF_EACH, str(tmp_path), name]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    line = "cannot see what rank 0 writes there. Fix: a folder on a file system that all machines"
+    assert done.stdout.count("rank 1 (") == (2 if name == "of_{}" else 0), done.stderr
+    assert done.stdout.count(line) == done.stdout.count("rank 1 (")

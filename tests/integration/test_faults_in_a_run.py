@@ -416,7 +416,7 @@ def test_overflow_of_fp16_is_no_sickness(
         events=SimpleNamespace(write=lambda event, **_: told.append(event)),
         step=0, is_due=lambda: True, config=SimpleNamespace(on_nonfinite="stop"),
         accelerator=SimpleNamespace(scaler=scaler, device=torch.device("cpu"), num_processes=1),
-        watch=SimpleNamespace(stage=lambda *_, **__: None, stop_signal=0, agree=lambda *n: list(n)),
+        watch=SimpleNamespace(stage=lambda *_, **__: None, stop_signal=0, all_max=lambda *n: list(n)),
         loss_sum=0.0, loss_weight=0.0, global_weight=lambda step: 1.0, newest_nonfinite=-1, outcomes=deque(),
     )  # fmt: skip
     assert handling.all_finite(run, [torch.tensor(loss)], torch.tensor(norm)) is finite

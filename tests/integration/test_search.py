@@ -421,7 +421,9 @@ def test_a_trial_that_a_killed_search_left(search_of_stand_ins, tmp_path: Path) 
     assert list(tmp_path.glob("search/trial_*")) == [folder]
 
 
-def test_a_trial_that_came_to_its_end_without_its_search_counts(search_of_stand_ins, tmp_path: Path) -> None:
+def test_a_trial_that_came_to_its_end_without_its_search_counts(
+    search_of_stand_ins, tmp_path: Path
+) -> None:
     """Its evaluations, all read at once, begin below the median; it ended above all others."""
     space, folder = "learning_rate: {low: 0.6, high: 0.7}\n", tmp_path / "search/trial_0005"
     study = search_of_stand_ins(space, "--num_trials", "5")

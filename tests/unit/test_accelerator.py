@@ -223,6 +223,90 @@ def test_a_process_has_one_precision(monkeypatch: pytest.MonkeyPatch) -> None:
         launch.check_granted(accelerator, accelerator.prepare(torch.nn.Linear(1, 1)))
 
 
+def test_a_rank_that_waits_for_others_ends_with_its_launcher() -> None:
+    """It would wait on where nothing is left that could start them."""
+    reading, writing = os.pipe()
+    launcher = os.fork()
+    if launcher == 0:
+        if os.fork() == 0:
+            from accel_ft import errors
+
+            os.dup2(writing, 2)
+            errors.parent = os.getppid(), ["accelerate", "launch", "-m", "accel_ft.train"]
+            with launch._meeting():
+                time.sleep(30)
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(launcher, 0)
+    with open(reading) as said:
+        assert said.read() == "error: the launcher ended before this rank had started\n"
+
+
+def test_ranks_that_do_not_meet(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wait(**_: object) -> None:
+        deadline = time.monotonic() + 10
+        while "waiting" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.1)
+        raise dist.DistStoreError("Timed out. 1/2 clients joined.")
+
+    monkeypatch.setattr(launch, "QUIET_SECONDS", 0.5)
+    monkeypatch.setattr(launch, "Accelerator", wait)
+    address = {"MASTER_ADDR": "HOST0", "MASTER_PORT": "29500", "RANK": "0", "WORLD_SIZE": "2"}
+    for key, value in address.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(LaunchError, match="meet at HOST0:29500: .* 1/2 clients joined. Fix: start"):
+        launch.make_accelerator()
+    assert "waiting for the other ranks at HOST0:29500" in caplog.text
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(LaunchError, match="the environment: .* invalid literal .*'two'"):
+        launch.make_accelerator()
+
+
+def test_tasks_of_srun_that_train_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(launch, "make_accelerator", lambda **_: torch.nn.Module())
+    launch.make_training_accelerator(60)
+    assert not caplog.text
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    launch.make_training_accelerator(60)
+    assert "task 1 of the 2 of srun trains alone" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("fsdp_config: {fsdp_version: 2}", "fsdp_config is not heeded under .*MULTI_GPU. Fix"),
+        ("deepspeed_config: {zero_stage: 2}", "deepspeed_config is not heeded"),
+        ("downcast_bf16: true", "downcast_bf16: True is for TPUs"),
+        ("dynamo_config: {dynamo_backnd: INDUCTOR}", "no dynamo_backnd. .*`dynamo_backend`"),
+        (
+            "distributed_type: FSDP\nfsdp_config: {reshard_after_foward: false}",
+            "no reshard_after_foward. .*`fsdp_reshard_after_forward`",
+        ),
+        ("dynamo_config: {use_dynamic: true, dynamo_mode: default}\nmegatron_lm_config: {}", ""),
+        ("distributed_type: FSDP\nfsdp_config: {version: 2}\ndowncast_bf16: 'no'", ""),
+    ],
+)
+def test_sections_of_the_yaml_that_nobody_heeds(
+    lines: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """accelerate refuses keys at the top that it does not know, but none in a section."""
+    file = tmp_path / "mine.yaml"
+    plain = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 2\n"
+    file.write_text(plain + lines + "\n")
+    words = ["--config_file", str(file), "-m", "accel_ft.train"]
+    monkeypatch.setattr(launch, "find_launcher", lambda: (words, "/"))
+    if not message:
+        launch.read_request()
+        return
+    with pytest.raises(LaunchError, match=message):
+        launch.read_request()
+
+
 def test_no_processes_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = launch.Request("mine.yaml", 0, None, "NO", "no")
     monkeypatch.setattr(launch, "read_request", lambda: asked)
@@ -314,6 +398,8 @@ def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         ("FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP", "Fix: TRANSFORMER_BASED_WRAP"),
         ("FSDP_OFFLOAD_PARAMS", "true", "fsdp_offload_params on the CPU"),
         ("FSDP_ACTIVATION_CHECKPOINTING", "true", "Fix: leave it out; --gradient_checkpointing"),
+        ("FSDP_FORWARD_PREFETCH", "true", "fsdp_forward_prefetch or"),
+        ("FSDP_BACKWARD_PREFETCH", "BACKWARD_POST", "fsdp_backward_prefetch, which FSDP2 does not"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "asks for a parallelism_config"),
         ("ACCELERATE_USE_FSDP", "1", "does not hear. Fix: ACCELERATE_USE_FSDP=true"),
     ],

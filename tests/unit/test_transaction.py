@@ -53,9 +53,13 @@ def test_what_a_killed_write_has_left_goes(tmp_path: Path) -> None:
         files.write_whole(left, "one")
     os.waitpid(child, 0)
     assert (files.os.fsync, len(list(tmp_path.iterdir()))) == (write, 1)
-    (tmp_path / f".living.md.{os.getpid()}").touch()
+    others = {tmp_path / f".living.md{files.STAGED}{os.getpid()}", tmp_path / ".notes.999999"}
+    for path in others:  # of a process that lives, and a user's own
+        path.touch()
     files.remove_unfinished(tmp_path)
-    (tmp_path / f".living.md.{os.getpid()}").unlink()
+    assert set(tmp_path.iterdir()) == others
+    for path in others:
+        path.unlink()
     files.write_whole(left, "another")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [
         ("README.md", "another")
