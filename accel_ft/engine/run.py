@@ -136,7 +136,8 @@ class Run:
             self.bar = progress_bar(self.step, self.num_steps, shown)
             if self.config.profile:
                 rank = self.accelerator.process_index
-                self.profiler = make_profiler(self.output_dir / "profile", rank)
+                left = self.num_steps - self.step
+                self.profiler = make_profiler(self.output_dir / "profile", rank, left)
                 self.profiler.start()
         self._leave_loader()
         self.bar.n = self.step

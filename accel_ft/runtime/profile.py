@@ -11,13 +11,18 @@ logger = logging.getLogger(__name__)
 SKIPPED, RECORDED = 5, 5  # updates: the first ones allocate and compile
 
 
-def make_profiler(folder: Path, rank: int) -> profile:
+def make_profiler(folder: Path, rank: int, num_steps: int) -> profile:
     """Return a profiler whose `step` is to be called after each update.
 
     Updates 6 to 10 are left in `folder` as rank_00000.trace.json.gz, and as a table of operations
     by their own time in rank_00000.txt.
+
+    Args:
+        num_steps: updates to come.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    if num_steps < SKIPPED + RECORDED:
+        logger.warning("profile: %d updates are too few, it takes %d", num_steps, SKIPPED + RECORDED)
 
     def write(profiler: profile) -> None:
         trace = folder / f"rank_{rank:05d}.trace.json.gz"

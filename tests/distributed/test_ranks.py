@@ -10,6 +10,7 @@ import pytest
 from conftest import job_words, launch, run_hash, write_rows
 
 from accel_ft import evaluate, predict, train
+from accel_ft.errors import DataError
 
 WORKER = Path(__file__).parent / "worker.py"
 
@@ -120,7 +121,11 @@ def test_resume_is_bit_identical(
 
 
 def test_command_line_on_two_ranks_evaluates_as_one(
-    tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path
+    tmp_path: Path,
+    tiny_model: Path,
+    rows_file: Path,
+    odd_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As a user runs it: trained on 2 ranks in bf16, then evaluated on 1 and on 2; 21 rows, every id once."""
     output_dir = tmp_path / "run"
@@ -149,6 +154,11 @@ def test_command_line_on_two_ranks_evaluates_as_one(
     one, two = (json.loads((tmp_path / name).read_text()) for name in ("one.json", "two.json"))
     assert one["num_samples"] == 21
     assert one == two
+    # A machine with another copy: of rows as long, so that every rank has as many batches.
+    other = {"test": "another fingerprint"}
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda read: [*read, read[0] | other])
+    with pytest.raises(DataError, match="rank 1 reads other test rows than rank 0"):
+        evaluate.main([str(word) for word in words[2:-1]])
 
 
 def test_resume_on_another_number_of_ranks_says_so(

@@ -901,6 +901,11 @@ def test_a_checkpoint_that_cannot_be_published_stops_the_run(
     assert sorted(path.name for path in folder.iterdir()) == ["step_00000001", "step_00000002"]
 
 
+def test_profile_of_too_few_updates(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    train.main([*words, "--profile", "--max_steps", "4"])
+    assert "profile: 4 updates are too few, it takes 10" in capsys.readouterr().err
+
+
 def test_profile(words: list[str], tmp_path: Path) -> None:
     train.main([*words, "--profile"])
     folder = tmp_path / "run" / "profile"

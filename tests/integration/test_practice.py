@@ -557,6 +557,8 @@ def test_the_largest_micro_batch_that_fits(
     inside = tmp_path / "little/checkpoints/mine"  # a run of its own, not that it lies in
     train.main([*words, "--max_steps", "1", "--output_dir", str(inside), *LATEST])
     assert json.loads((inside / "receipt.json").read_text())["accumulation_steps"] == 1
+    (inside / "config.yaml").unlink()  # killed at its start, between the one file and the other
+    train.main([*words, "--max_steps", "1", "--output_dir", str(inside), *LATEST])
     monkeypatch.setattr(fitting, "device_bytes", lambda _: 200_000)  # the model's states have none
     with pytest.raises(
         ConfigError, match="per_device_train_batch_size=auto: not one sample of 32 tokens fits"

@@ -154,6 +154,22 @@ def test_a_resume_in_another_precision_is_refused(
         AcceleratorState._reset_state()
 
 
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+)
+def test_a_lost_part_of_the_model_is_made_again(
+    finished: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    (run / "model" / name).unlink()
+    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(run)]
+    for _ in range(2):
+        train.main([*words, "--resume_from_checkpoint", "latest"])
+        assert (run / "model" / name).read_bytes() == (finished / "model" / name).read_bytes()
+    assert capsys.readouterr().err.count("a lost part of its model") == 1
+
+
 @pytest.mark.parametrize("step", range(13))
 def test_resume_is_bit_identical(finished: Path, tmp_path: Path, step: int) -> None:
     """Killed after any update, the epoch's edge (6) and the last (12) among them: what is on disk then is the

@@ -299,6 +299,9 @@ def test_layers_that_are_not_there(words: list[str]) -> None:
             match="lora_target_modules=quary: .*Did you mean `query`.* Linear layers: .*dense, key, query, value",
         ):
             train.main([*words, *LORA, "--lora_target_modules", names])
+    fault = "^lora_target_modules=LayerNorm: .*is not supported.*$"  # peft's, in one line
+    with pytest.raises(ConfigError, match=fault):
+        train.main([*words, *LORA, "--lora_target_modules", "LayerNorm"])
     with pytest.raises(ConfigError, match="freeze=encoder: given together with lora_r=4"):
         train.main([*words, *LORA, "--freeze", "encoder"])
 
