@@ -169,7 +169,7 @@ class DataConfig(Config):
     dataset_name: Place | None = None
     """Data set on the Hub, or a folder `datasets` reads; with no file given: fancyzhx/ag_news."""
     dataset_config_name: str | None = None
-    """Which of its configurations, where it has several: mrpc of nyu-mll/glue."""
+    """Configuration of dataset_name, such as mrpc of nyu-mll/glue."""
     train_split_name: str | None = None
     """Its split with the training rows; left out: train."""
     validation_split_name: str | None = None
@@ -195,7 +195,7 @@ class DataConfig(Config):
     label_separator: str = Field(",", min_length=1)
     """What stands between several labels where a file holds them as text."""
     max_seq_length: int = Field(128, ge=2)
-    """Tokens a text is cut at."""
+    """Texts are truncated to this many tokens."""
     max_eval_samples: int | None = Field(None, ge=1)
     """Use this many validation rows, drawn at random (always the same ones)."""
     per_device_eval_batch_size: int | None = Field(None, ge=1)
@@ -294,8 +294,8 @@ class TrainConfig(HubConfig, DataConfig):
     max_grad_norm: float = Field(1.0, ge=0)
     """Clip the global gradient norm to this; 0 for no clipping."""
     class_weights: Weights | Literal["balanced"] | None = None
-    """What a row of each label weighs in the loss: by id (YAML list, or 1,2,0.5 on the command
-    line), or balanced: one over its label's share of the training rows."""
+    """Weight of each label in the loss: numbers in the order of label ids (YAML list, or 1,2,0.5 on
+    the command line), or balanced: rows / (labels x rows with that label)."""
     label_smoothing_factor: float = Field(0.0, ge=0, lt=1)
     """Share of the target spread evenly over all labels."""
     oversampling: Literal["balanced"] | None = None
@@ -339,7 +339,7 @@ class TrainConfig(HubConfig, DataConfig):
     """Whether the highest value of that metric is the best; left out: yes, except of loss,
     rmse and mae."""
     early_stopping_patience: int | None = Field(None, ge=1)
-    """End after as many evaluations in a row without a better value of metric_for_best_model."""
+    """Stop after this many evaluations in a row without a better metric_for_best_model."""
     early_stopping_threshold: float = Field(0.0, ge=0)
     """How much better a value must be to count."""
     resume_from_checkpoint: Annotated[Literal["latest"] | str | None, EXPANDED] = None
@@ -349,11 +349,11 @@ class TrainConfig(HubConfig, DataConfig):
     train_data, labels, mixed_precision (for `reproduce` too), or keys that shape training, such as
     learning_rate; a wrong name is answered with the whole list."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    """When loss or gradients are not finite: stop; skip the update; or rollback to the last
-    checkpoint (of a second in a row, to before what led there) and pass over that batch. An
-    overflow of fp16 is no such case: the update is left out with a warning."""
+    """When loss or gradients are not finite: stop; skip the update; or rollback: load the last
+    checkpoint and leave that batch out (at a second one in a row an earlier checkpoint, and the
+    update before is left out, too). An overflow of fp16 is none: it is skipped with a warning."""
     ddp_timeout: int = Field(300, ge=5)
-    """Seconds after which a rank that does not come counts as lost. There is no limit while rank 0
+    """Seconds to wait for a rank before it counts as lost. There is no limit while rank 0
     tokenises or saves; under FSDP, where each rank writes its share, a save may take half a minute
     more than this."""
     preflight: Literal["auto", "off"] = "auto"

@@ -74,10 +74,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     scores, logits = evaluate(
         accelerator, opened.model, loader, split, opened.label_names, thresholds=opened.thresholds
     )
-    if not np.isfinite(logits).all():  # the largest of these is the first label's: it says nothing
+    if not np.isfinite(logits).all():  # the argmax of NaN is the first label: it says nothing
         raise CheckpointError(
-            f"checkpoint={config.checkpoint}: some logits are no numbers. Fix: another checkpoint, "
-            "or float32"
+            f"checkpoint={config.checkpoint}: some logits are NaN or infinite. "
+            "Fix: another checkpoint, or float32"
         )
     if accelerator.is_main_process:
         about = {"checkpoint": opened.folder, "split": name, "rows": split.store.name}

@@ -151,7 +151,7 @@ class Predictor:
         sick = int((~np.isfinite(scores).all(axis=1)).sum())
         if sick:
             where = self.config.checkpoint
-            logger.warning("%s: the logits of %d texts are no numbers: null", where, sick)
+            logger.warning("%s: %d texts have NaN or infinite logits: null", where, sick)
         return scores
 
     def describe(self, scores: Any) -> dict[str, Any]:
@@ -172,7 +172,7 @@ class Predictor:
             described["score"] = values[0]
         if self.config.all_scores or not described:  # several numbers
             described["scores"] = dict(zip(names, values, strict=True))
-        # The largest of what are no numbers is the first label's: it says nothing.
+        # The argmax of NaN is the first label: it says nothing.
         return described if np.isfinite(scores).all() else dict.fromkeys(described)
 
 
@@ -198,7 +198,7 @@ def _refuse_halves(name: str, parts: Sequence[str]) -> None:
     from accel_ft.data.targets import is_encodable
 
     if not all(map(is_encodable, parts)):
-        raise DataError(f"{name}: holds half a surrogate pair, which is no character")
+        raise DataError(f"{name}: has an unpaired surrogate, which is no character")
 
 
 def _read_rows(config: PredictConfig) -> Iterator[tuple[str, Any, Text]]:

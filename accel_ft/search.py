@@ -147,7 +147,7 @@ class _Search:
         for work in works:
             work.result()
         if self.interrupted_at:
-            print("the same command goes on", file=sys.stderr, flush=True)
+            print("interrupted; the same command continues the study", file=sys.stderr, flush=True)
             raise KeyboardInterrupt
         if not study.get_trials(states=(state.COMPLETE,)):
             raise ConfigError(
@@ -224,7 +224,7 @@ class _Search:
             if not math.isnan(value):  # which Optuna would take for a failure, unsaid
                 print(f"{about}: {self.job.best_metric} {value:.4f}", flush=True)
                 return value, TrialState.COMPLETE
-        why = f"its {self.job.best_metric} is no number" if ends else _why(folder / "log")
+        why = f"its {self.job.best_metric} is NaN" if ends else _why(folder / "log")
         print(f"{about}: failed: {why} (see its log)", flush=True)
         self.num_failed += 1
         if self.num_failed >= FAILURES and not _num_ended(trial.study):

@@ -104,7 +104,7 @@ def parse(
             key = word.removeprefix("--").split("=")[0]
             faults.append(f"--{key}: unknown key.{meant(key, config_class.model_fields)}")
         elif not any(fault.startswith("--") for fault in faults):
-            faults.append(f"{word}: belongs to no key. Allowed: --key value")
+            faults.append(f"{word}: is no option. Allowed: --key value")
     config = checked(config_class, values, base(values), origin, faults)
     if print_config:
         if os.environ.get("RANK", "0") == "0":
@@ -163,7 +163,7 @@ def checked(
             else:
                 words = {
                     "path_not_file": "there is no such file",
-                    "literal_error": "is none of its choices",
+                    "literal_error": "is not one of its choices",
                 }.get(item["type"], item["msg"].replace("Input should be", "must be"))
                 is_range = item["type"].startswith(("greater_than", "less_than"))
                 words += "" if is_range else f". Allowed: {allowed}"

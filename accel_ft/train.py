@@ -211,7 +211,7 @@ def _say_farewell(config: TrainConfig, events: list[dict[str, Any]]) -> None:
     tuned = " (thresholds are tuned on them)" * ("multi_label" in config.problem_type)
 
     def shown(value: float | None) -> str:
-        return "no number" if value is None else f"{value:.4f}"
+        return "NaN" if value is None else f"{value:.4f}"
 
     print(f"{metric} on the validation rows: {shown(events[-1][f'eval_{metric}'])}{tuned}")
     for event in events:

@@ -308,8 +308,8 @@ def hub_sources(config: DataConfig, name: str, needs_train: bool = True) -> dict
             labelled = _labelled(rows, config.label_column)
             if len(labelled) < len(rows):
                 logger.warning(
-                    "%s: %d of its %d %s rows have no label (-1, or null, as which `datasets` "
-                    "reads NA and None in a csv; --train_file does not) and are left out",
+                    "%s: %d of its %d %s rows have no label (-1 or null) and are left out; "
+                    "`datasets` reads NA and None in a csv as null, --train_file as text",
                     name, len(rows) - len(labelled), len(rows), its_name,
                 )  # fmt: skip
             if len(labelled):
@@ -402,7 +402,7 @@ def read_text(record: dict[str, Any], column: str, pair: str | None) -> tuple[Te
         if not isinstance(text, str):
             return "", f"{name} is {_show(text)}, not a text"
         if not is_encodable(text):
-            return "", f"{name} holds half a surrogate pair, which is no character"
+            return "", f"{name} has an unpaired surrogate, which is no character"
         texts.append(text)
     return (texts[0] if pair is None else (texts[0], texts[1])), None
 

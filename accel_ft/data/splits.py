@@ -108,7 +108,7 @@ class Split:
         is_same = self.store.fingerprint.startswith(content)
         if not is_same or self.stop > int(start.partition(":")[0]):
             logger.warning(
-                "the validation rows are cut off other training rows than the run's (or cut at "
+                "the validation rows are split off other training rows than the run's (or with "
                 "another max_seq_length): some may have been trained on. Fix: a validation_file"
             )
 
@@ -159,13 +159,13 @@ def load_splits(config: TrainConfig, tokenizer: Any, model_labels: Sequence[str]
     seen = len(names) if is_regression else len(validation.label_ids())
     if seen < len(names):
         logger.warning(
-            "the %d validation rows hold %d of the %d labels: their metrics say little",
+            "the %d validation rows hold %d of the %d labels: their metrics are not reliable",
             len(validation), seen, len(names),
         )  # fmt: skip
     if len(validation) < FEW_ROWS:
         spread = f": an accuracy on them is uncertain by up to {0.98 / len(validation) ** 0.5:.2f}"
         is_share = config.problem_type == "single_label_classification"
-        logger.warning("%d validation rows are few%s", len(validation), spread * is_share)
+        logger.warning("only %d validation rows%s", len(validation), spread * is_share)
     if not is_regression:
         _tell_labels(train, names)
     _warn_of_look_alikes(names)
@@ -173,7 +173,7 @@ def load_splits(config: TrainConfig, tokenizer: Any, model_labels: Sequence[str]
         shared = count_shared_texts(train, splits[name])
         if shared:
             logger.warning(
-                "%d of the %d %s texts are among the training texts too: their metrics flatter",
+                "%d of the %d %s texts are training texts too: their metrics are too good",
                 shared, len(splits[name]), name,
             )  # fmt: skip
     return Splits(names, train, validation, splits.get("test"), sources)
@@ -257,7 +257,7 @@ def _tell_labels(train: Split, names: list[str]) -> None:
     missing = [cut(names[number]) for number in np.flatnonzero(counts == 0)]
     if missing and not drawn:
         told = missing[:LABELS_TOLD] + ["..."] * (len(missing) > LABELS_TOLD)
-        logger.warning("labels without a training row, not to be learnt: %s", "; ".join(told))
+        logger.warning("labels without a training row, which cannot be learnt: %s", "; ".join(told))
 
 
 def _warn_of_look_alikes(names: list[str]) -> None:

@@ -38,7 +38,7 @@ def output_names(store: TokenStore, config: DataConfig) -> list[str]:
     if len(cells) < 2:
         same = "labels " + cells[0] if many else f"label {names[0]!r}"
         what = f"every row has the {same}" if names else "no row has a label"
-        raise DataError(f"{store.name}: {what}: there is nothing to tell apart")
+        raise DataError(f"{store.name}: {what}: a classifier needs two labels")
     declared, found = store.label_names or [], {*names}
     if {*declared} >= found:
         return [name for name in declared if name in found]

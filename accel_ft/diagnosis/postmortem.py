@@ -122,8 +122,8 @@ def post_mortem(
         )
     return Verdict.FAIL(
         about,
-        f"the first is the likeliest cause, but for ranks that ended without a word, the time of "
-        f"whose end is not known: the files in {folder} say more",
+        f"the first is the likeliest cause, but for ranks that ended without a message, whose time "
+        f"of end is not known: the files in {folder} say more",
     )
 
 
@@ -132,5 +132,6 @@ def _how(code: int | None, told: str = "") -> str:
         return f"ended by {signal.Signals(-code).name}"
     known = "" if code is None else f" with exit code {code}"
     return (
-        told or f"ended without a word{known}: os._exit, a kill, or an exception that was swallowed"
+        told
+        or f"ended without a message{known}: os._exit, a kill, or an exception that was swallowed"
     )

@@ -239,12 +239,12 @@ def _build_model(
     """
     model, drawn = plain_model(config, accelerator.device, splits.label_names, tokenizer)
     if drawn:
-        logger.info("not pretrained: %s; drawn, or loaded with a checkpoint", ", ".join(drawn))
+        logger.info("newly initialized (or loaded with a checkpoint): %s", ", ".join(drawn))
     if accelerator.is_main_process and _reads_padding(model, splits.train, pad):
         plain = getattr(model, "get_base_model", lambda: model)()
         logger.warning(
-            "%s reads padding as it does text: what it makes of a row depends on the rows beside "
-            "it, and the curve on the split into micro-batches", type(plain).__name__,
+            "padding changes the outputs of %s: they depend on which rows share a batch, and the "
+            "curve on the split into micro-batches", type(plain).__name__,
         )  # fmt: skip
     counts = [0, 0]
     for parameter in model.parameters():  # now: of FSDP1's, each rank sees a share only
@@ -276,7 +276,7 @@ def _build_model(
     if accelerator.num_processes > 1 and not is_fsdp:
         idle = unreached(model, forward(model, filler))
         if idle:
-            logger.info("no gradient comes to %s: DDP looks for such in each pass", ", ".join(idle))
+            logger.info("%s get no gradient: DDP runs with find_unused_parameters", ", ".join(idle))
             accelerator.ddp_handler.find_unused_parameters = True
     model, optimizer = accelerator.prepare(model, optimizer)
     check_granted(accelerator, model)

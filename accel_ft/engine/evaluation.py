@@ -115,7 +115,7 @@ def evaluate(
 
     sick = int((~np.isfinite(logits).all(axis=1)).sum())
     if sick and accelerator.is_main_process:
-        logger.warning("%s: the logits of %d rows are no numbers", split.store.name, sick)
+        logger.warning("%s: %d rows have NaN or infinite logits", split.store.name, sick)
     labels = split.labels(np.arange(len(split), dtype=np.int64))
     return score(logits, labels, label_names, thresholds), logits
 

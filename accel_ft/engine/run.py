@@ -208,8 +208,8 @@ class Run:
         parts, before = self.accumulation_steps, saved["accumulation_steps"]
         if parts != before and saved["num_processes"] == self.accelerator.num_processes:
             logger.info(
-                "an update was %d micro-batches on each rank, now it is %d: dropout is drawn "
-                "otherwise", before, parts,
+                "an update had %d micro-batches per rank, now it has %d: dropout masks change",
+                before, parts,
             )  # fmt: skip
         validation = self.splits.validation
         if validation.store is self.splits.train.store:  # cut off them
@@ -232,12 +232,14 @@ class Run:
             raise self.best_is_lost()
         if is_lost or is_other:
             logger.warning(
-                "best starts anew, without that by %s: another metric or other rows are asked for, "
-                "or its checkpoint is lost", metric,
+                "the best evaluation so far (by %s) is forgotten: another metric or other rows are "
+                "asked for, or its checkpoint is lost", metric,
             )  # fmt: skip
             self.best, self.num_worse = None, 0
         elif metric != rule and self.config.load_best_model_at_end:
-            logger.warning("best stays that of %s: no update is left to choose by %s", metric, rule)
+            logger.warning(
+                "the best model stays that by %s: no update is left to choose by %s", metric, rule
+            )
 
     def global_weight(self, step: int) -> float:
         """Return the weight of update `step`'s whole global batch."""
@@ -342,7 +344,7 @@ class Run:
         ahead = math.inf
         value = self.watch.all_gather(self.config.best_value(scores))[
             0
-        ]  # to the last bit on all ranks
+        ]  # rank 0's: all decide alike
         if not (math.isfinite(value) and np.isfinite(logits).all()):
             ahead = -math.inf  # of numbers that are none, the largest is the first label's
         elif self.best is not None:

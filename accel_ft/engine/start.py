@@ -52,7 +52,7 @@ def is_finished(run: Run) -> bool:
     parts = (any((run.output_dir / "model").glob(pattern)) for pattern in wanted_parts)
     is_kept = chosen["takes_best"] == wanted["takes_best"] and all(parts)
     is_done = is_kept and rows == receipt["data"]
-    anew = "its end is made anew, for other rows, another choice or a lost part of its model"
+    anew = "its end is made again: other rows, another choice, or a part of model/ is missing"
     logger.info(
         "%s is finished: %s (%d of %d updates done%s)",
         run.output_dir, "nothing to do" if is_done else anew, step, run.num_steps,
@@ -136,7 +136,7 @@ def _announce(run: Run) -> None:
     size = min(run.plan.global_batch_size, rows)
     if size < run.plan.global_batch_size:
         logger.warning(
-            "global_batch_size=%d: there are %d rows, which are one update",
+            "global_batch_size=%d: more than the %d training rows, so an epoch is one update",
             run.plan.global_batch_size, rows,
         )  # fmt: skip
     logger.info(

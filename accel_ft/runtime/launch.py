@@ -416,9 +416,9 @@ def _refuse_impossible(request: Request, on_cpu: bool) -> None:
          f"distributed_type: {kind}, which accel_ft does not train under. "
          "Allowed: NO, MULTI_GPU, FSDP"),
         (os.environ.get("ACCELERATE_USE_FSDP", "").lower() in set(YES) - {"true"},
-         "FSDP, which accelerate does not hear. Fix: ACCELERATE_USE_FSDP=true"),
+         "FSDP, for which accelerate takes the word true alone. Fix: ACCELERATE_USE_FSDP=true"),
         (kind == "FSDP" and request.source == ENVIRONMENT and "RANK" not in os.environ,
-         "FSDP, and this process is no rank. Fix: accelerate launch, or torchrun"),
+         "FSDP, but no launcher started this process. Fix: accelerate launch, or torchrun"),
         (kind != "FSDP" and int(os.environ.get("WORLD_SIZE") or 1) > 1 and not compiles_layers()
          and is_compiled() and parse_flag_from_env("ACCELERATE_DYNAMO_USE_FULLGRAPH"),
          "dynamo_use_fullgraph under DDP, whose forward pass dynamo cannot trace. Fix: false"),
@@ -443,8 +443,8 @@ def _refuse_impossible(request: Request, on_cpu: bool) -> None:
          "FSDP1 on the CPU, where saving its full state crashes the process. "
          "Fix: fsdp_version: 2 in fsdp_config, as in accelerate_configs/cpu_fsdp2.yaml"),
         (asks_fsdp("CPU_RAM_EFFICIENT_LOADING"),
-         "fsdp_cpu_ram_efficient_loading (accelerate's default), under which rank 0 alone has a "
-         "new head. Fix: fsdp_cpu_ram_efficient_loading: false in fsdp_config, as in "
+         "fsdp_cpu_ram_efficient_loading (accelerate's default), under which rank 0 alone has an "
+         "initialized head. Fix: fsdp_cpu_ram_efficient_loading: false in fsdp_config, as in "
          "accelerate_configs/"),
         (is_fsdp1 and not asks_fsdp("USE_ORIG_PARAMS"),
          "FSDP1 without fsdp_use_orig_params, under which the optimizer would hold nothing of the "
@@ -465,7 +465,7 @@ def _refuse_impossible(request: Request, on_cpu: bool) -> None:
         (asks_fsdp("ACTIVATION_CHECKPOINTING"),
          "fsdp_activation_checkpointing, which draws dropout anew on the way back (FSDP2) and "
          "renames parameters (FSDP1). Fix: leave it out; --gradient_checkpointing true in the job"),
-        (offloads and on_cpu, "fsdp_offload_params on the CPU, where they are. Fix: false"),
+        (offloads and on_cpu, "fsdp_offload_params, but the CPU is where they are. Fix: false"),
         (offloads and precision == "fp16",
          "fsdp_offload_params with mixed_precision: fp16, whose loss scale FSDP2 reads on the host "
          "before it has come there. Fix: bf16, or no"),

@@ -331,7 +331,7 @@ class Watch:
         except OSError:  # a full disk is told by who writes what matters
             self._can_write = False
         if not ended and not self._failed:
-            leave_last_words(self._advised(self._words(self._beat, "ended without a word")))
+            leave_last_words(self._advised(self._words(self._beat, "ended without a message")))
 
     def _advised(self, words: str) -> str:
         return f"error: {words}\n{self.advice}".rstrip()
@@ -348,7 +348,7 @@ class Watch:
         """Say where the other ranks were when this one waited in vain."""
         if "imed out" not in str(error):
             return None
-        others = [self._words(beat, "did not come") for beat in self._others()]
+        others = [self._words(beat, "has not come") for beat in self._others()]
         return f"rank {self.rank} waited for {self.limit:.0f} s: " + "; ".join(others)
 
     def _find_lost(

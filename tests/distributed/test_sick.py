@@ -103,12 +103,12 @@ def test_healthy_ranks(tmp_path: Path, config: str) -> None:
     assert skipped - {"Hub"} == ({"same weights"} if "fsdp" in config else set())
 
 
-# Crashes and hangs: ranks that end without a word.
+# Crashes and hangs: ranks that end without a message.
 
 ENDS = {
     "nothing": "2 ranks reached their end",
     "segmentation fault": "rank 1 at stage model at File",
-    "hidden exit": "rank 1 at stage model: ended without a word with exit code 0",
+    "hidden exit": "rank 1 at stage model: ended without a message with exit code 0",
     "exception": "rank 1 at stage model at File",
     "swallowed exception": "ended well before: rank 1 after stage step 3",
     "out of data early": "ended well before: rank 1 after stage step 2",

@@ -148,7 +148,9 @@ def test_a_folder_that_hosts_do_not_share(tmp_path: Path, name: str) -> None:
     """Each would keep its part of a checkpoint, and no one could read it."""
     command = [sys.executable, "-c", FOLDER_OF_EACH, str(tmp_path), name]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
     line = "cannot see what rank 0 writes there. Fix: a folder on a file system that all machines"
     assert done.stdout.count("rank 1 (") == (2 if name == "of_{}" else 0), done.stderr
     assert done.stdout.count(line) == done.stdout.count("rank 1 (")

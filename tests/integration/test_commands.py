@@ -340,7 +340,7 @@ def test_a_run_ends_well_where_nobody_listens(
 def test_a_model_whose_logits_are_no_numbers_gives_no_label(
     tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The largest of what are no numbers is the first label's."""
+    """The argmax of NaN is the first label."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=3)
@@ -350,10 +350,10 @@ def test_a_model_whose_logits_are_no_numbers_gives_no_label(
     predict.main(["--checkpoint", str(tmp_path), "--text", "a goal", "--all_scores"])
     printed = capsys.readouterr()
     assert json.loads(printed.out) == {"line": 1, "label": None, "score": None, "scores": None}
-    assert "the logits of 1 texts are no numbers" in printed.err
+    assert "1 texts have NaN or infinite logits" in printed.err
     rows = write_rows(tmp_path / "rows.csv", 8)
     rows.write_text(re.sub(",[A-Z].*", ",LABEL_0", rows.read_text()))
-    with pytest.raises(CheckpointError, match="some logits are no numbers. Fix"):
+    with pytest.raises(CheckpointError, match="some logits are NaN or infinite. Fix"):
         evaluate.main(["--checkpoint", str(tmp_path), "--test_file", str(rows)])
 
 

@@ -110,7 +110,7 @@ def test_a_model_that_left_its_run_is_measured_as_in_it(
 def test_rows_that_change_beside_a_run(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
-    """While it trains: no texts that are not its own. Between two starts: best starts anew. After it: it is told."""
+    """While it trains: no texts that are not its own. Between two starts: the best is forgotten. After it: it is told."""
     from accel_ft import evaluate
     from accel_ft.engine import loop
     from accel_ft.reporting.record import read_record
@@ -144,7 +144,7 @@ def test_rows_that_change_beside_a_run(
             stopped_at(8, [*words, str(held_out)])
         train.main([*words, str(rows), *LATEST])
         assert (
-            "best starts anew, without that by accuracy: another metric or other rows"
+            "the best evaluation so far (by accuracy) is forgotten: another metric or other rows"
             in caplog.text
         )
 

@@ -167,7 +167,7 @@ def test_a_lost_part_of_the_model_is_made_again(
     for _ in range(2):
         train.main([*words, "--resume_from_checkpoint", "latest"])
         assert (run / "model" / name).read_bytes() == (finished / "model" / name).read_bytes()
-    assert capsys.readouterr().err.count("a lost part of its model") == 1
+    assert capsys.readouterr().err.count("a part of model/ is missing") == 1
 
 
 @pytest.mark.parametrize("step", range(13))
@@ -236,7 +236,7 @@ def test_a_finished_run_is_measured_on_other_rows(
     words = ["--config", str(run / "config.yaml"), "--output_dir", str(run)]
     train.main([*words, "--test_file", str(rows_file), *LATEST])
     told = capsys.readouterr()
-    assert "its end is made anew" in told.err
+    assert "its end is made again" in told.err
     events = events_of(run)
     assert [e["event"] for e in events].count("test") == 1
     train_rows = evaluate_scores(run, rows_file)
@@ -364,7 +364,7 @@ def test_a_finished_run_whose_model_was_moved(
     words = ["--config", str(run / "config.yaml"), "--output_dir", str(run)]
     train.main([*words, "--resume_from_checkpoint", "latest"])
     told = capsys.readouterr()
-    assert "is finished: its end is made anew" in told.err
+    assert "is finished: its end is made again" in told.err
     assert f"model: {run}/model" in told.out
     assert run_hash(run) == run_hash(finished)
 
@@ -693,7 +693,8 @@ def test_fewer_rows_than_a_global_batch(
     train.main([*words, "--max_steps", "1", *more])
     told = capsys.readouterr().err
     (rows,) = re.findall(
-        r"global_batch_size=1000: there are (\d+) rows, which are one update", told
+        r"global_batch_size=1000: more than the (\d+) training rows, so an epoch is one update",
+        told,
     )
     assert f"training: {rows} rows, 1 updates of {rows} samples (1 an epoch; 0 done)" in told
 
@@ -861,9 +862,9 @@ def test_predict_keeps_order_and_ids(
         ["--checkpoint", str(model), "--input", str(half), "--output", str(tmp_path / "o")]
     )
     assert json.loads((tmp_path / "o").read_text(encoding="utf-8"))["id"] == "\ud83d"
-    with pytest.raises(DataError, match="text: holds half a surrogate pair"):
+    with pytest.raises(DataError, match="text: has an unpaired surrogate"):
         predict.main(["--checkpoint", str(model), "--text", "\ud83d"])
     from accel_ft import load_classifier
 
-    with pytest.raises(DataError, match=r"texts\[1\]: holds half a surrogate pair"):
+    with pytest.raises(DataError, match=r"texts\[1\]: has an unpaired surrogate"):
         load_classifier(model).predict(["x", "\ud83d"])

@@ -513,7 +513,7 @@ def test_a_metric_that_is_no_number_counts_as_a_failure(
     with pytest.raises(ConfigError, match="no trial came to its end"):
         search_of_stand_ins("learning_rate: {low: 0.6, high: 0.9}\n", "--num_trials", "20")
     told = capsys.readouterr().out
-    assert told.count("is no number (see its log)") == 3
+    assert told.count("is NaN (see its log)") == 3
 
 
 @pytest.mark.parametrize("at_once", ["1", "2"])

@@ -85,7 +85,7 @@ def test_the_other_end_of_a_metric_is_another_choice(
         stopped_at(7, words)
     turned = [*words, "--greater_is_better", "true", *LATEST]
     train.main(turned)
-    assert "best starts anew, without that by loss: another" in capsys.readouterr().err
+    assert "the best evaluation so far (by loss) is forgotten: another" in capsys.readouterr().err
     events = events_of(tmp_path / "run")
     losses = {e["step"]: e["eval_loss"] for e in events if e["event"] == "eval"}
     assert events[-1]["model_step"] == max(range(8, 13), key=losses.__getitem__)
@@ -117,11 +117,11 @@ def test_a_finished_choice_is_measured_on_other_rows_and_not_made_anew(
         load_classifier(run)
     capsys.readouterr()
     train.main([*words, *LATEST])
-    assert "its end is made anew" in capsys.readouterr().err
+    assert "its end is made again" in capsys.readouterr().err
     assert (run / "model/model.safetensors").read_bytes() == model
     assert events_of(run)[-1]["model_step"] == end["model_step"]
     train.main([*words, "--validation_file", str(rows_file), *LATEST])
-    assert "its end is made anew" in capsys.readouterr().err
+    assert "its end is made again" in capsys.readouterr().err
     again = events_of(run)[-1]
     assert (again["step"], again["model_step"]) == (end["step"], end["model_step"])
     assert again["eval_loss"] != end["eval_loss"]
@@ -135,7 +135,7 @@ def test_a_finished_choice_is_measured_on_other_rows_and_not_made_anew(
     other.write_text("".join(rows_file.read_text().splitlines(keepends=True)[:9]))
     words += ["--test_file", str(other)]
     train.main([*words, "--metric_for_best_model", "loss", *LATEST])
-    assert "its end is made anew" in capsys.readouterr().err
+    assert "its end is made again" in capsys.readouterr().err
     assert json.loads((run / "receipt.json").read_text())["selection"]["metric"] == "accuracy"
 
 
@@ -149,7 +149,7 @@ def test_a_key_that_changes_nothing_leaves_a_finished_run_alone(
     assert "nothing to do" in capsys.readouterr().err
     assert (tmp_path / "run/model/notes.txt").is_file()
     train.main([*words, "--load_best_model_at_end", *LATEST])
-    assert "its end is made anew" in capsys.readouterr().err
+    assert "its end is made again" in capsys.readouterr().err
     assert not (tmp_path / "run/model/notes.txt").is_file()
 
 
@@ -243,7 +243,7 @@ def test_a_model_that_returns_no_numbers_is_never_the_best(
     events = events_of(tmp_path / "run")
     assert [e["eval_accuracy"] == 1 for e in events if e["event"] == "eval"] == [False, True]
     assert events[-1]["model_step"] == 1
-    assert f"the logits of {len(kept) - 1} rows are no numbers" in capsys.readouterr().err
+    assert f"{len(kept) - 1} rows have NaN or infinite logits" in capsys.readouterr().err
     other = ["--output_dir", str(tmp_path / "other")]
     with pytest.raises(UserError, match="the model of update 2 returns no numbers"):
         train.main([*words, *first, *other])
@@ -264,7 +264,7 @@ def test_a_damaged_best_checkpoint_is_told_at_the_resume(
     train.main([*words, *LATEST])
     told = capsys.readouterr().err
     assert "step_00000002: model.safetensors is damaged" in told
-    assert "best starts anew, without that by loss, the highest: another" in told
+    assert "the best evaluation so far (by loss, the highest) is forgotten: another" in told
     events = events_of(tmp_path / "run")
     losses = {e["step"]: e["eval_loss"] for e in events if e["event"] == "eval" and e["step"] > 6}
     best = max(losses, key=losses.get)

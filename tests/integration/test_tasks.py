@@ -220,7 +220,7 @@ def test_a_row_of_zeros_and_ones(tmp_path: Path, tiny_model: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text("".join(f'{{"text": "a", "label": {each}}}\n' for each in ([0, 1], [1, 0])))
     words = job(tiny_model, bad, bad, tmp_path / "run")
-    with pytest.raises(DataError, match="every row has the labels .*nothing to tell apart"):
+    with pytest.raises(DataError, match="every row has the labels .*a classifier needs two labels"):
         train.main([*words, "--problem_type", "multi_label_classification"])
 
 

@@ -212,7 +212,7 @@ def test_a_model_that_reads_padding_is_told(
     monkeypatch.setattr("accel_ft.runtime.logging.setup_logging", lambda is_main: None)
     words += ["--max_steps", "1", "--model_name_or_path", str(tmp_path / "model")]
     train.main([*words, *["--lora_r", "2"] * (kind == "FNet")])
-    told = f"{kind}ForSequenceClassification reads padding as it does text"
+    told = f"padding changes the outputs of {kind}ForSequenceClassification"
     assert (told in caplog.text) == (kind != "Bert")
 
 

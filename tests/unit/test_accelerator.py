@@ -195,7 +195,9 @@ def test_fsdp_without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(LaunchError, match="this process is no rank. Fix: accelerate launch, or"):
+    with pytest.raises(
+        LaunchError, match="no launcher started this process. Fix: accelerate launch, or"
+    ):
         launch.make_accelerator()
 
 
@@ -396,12 +398,12 @@ def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("FSDP_SHARDING_STRATEGY", "SHARD_GRAD_OP", "which FSDP2 does not heed. Fix: leave it out"),
         ("FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP", "Fix: TRANSFORMER_BASED_WRAP"),
-        ("FSDP_OFFLOAD_PARAMS", "true", "fsdp_offload_params on the CPU"),
+        ("FSDP_OFFLOAD_PARAMS", "true", "fsdp_offload_params, but the CPU is"),
         ("FSDP_ACTIVATION_CHECKPOINTING", "true", "Fix: leave it out; --gradient_checkpointing"),
         ("FSDP_FORWARD_PREFETCH", "true", "fsdp_forward_prefetch or"),
         ("FSDP_BACKWARD_PREFETCH", "BACKWARD_POST", "fsdp_backward_prefetch, which FSDP2 does not"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "asks for a parallelism_config"),
-        ("ACCELERATE_USE_FSDP", "1", "does not hear. Fix: ACCELERATE_USE_FSDP=true"),
+        ("ACCELERATE_USE_FSDP", "1", "takes the word true alone. Fix: ACCELERATE_USE_FSDP=true"),
     ],
 )
 def test_what_would_be_passed_over_is_refused(
@@ -430,7 +432,7 @@ def test_what_would_be_passed_over_is_refused(
             "HYBRID_SHARD",
             "which FSDP1 does not heed. Fix: leave it out",
         ),
-        ("FSDP_CPU_RAM_EFFICIENT_LOADING", "true", "rank 0 alone has a new head"),
+        ("FSDP_CPU_RAM_EFFICIENT_LOADING", "true", "rank 0 alone has an initialized head"),
         ("FSDP_USE_ORIG_PARAMS", "false", "Fix: fsdp_use_orig_params: true"),
         ("FSDP_ACTIVATION_CHECKPOINTING", "true", "Fix: leave it out; --gradient_checkpointing"),
     ],

@@ -163,7 +163,7 @@ def test_a_job_to_search_that_is_not_there() -> None:
 
 
 def test_loose_words_are_refused() -> None:
-    assert "3: belongs to no key" in fault("3")
+    assert "3: is no option" in fault("3")
 
 
 def test_a_list_is_written_with_commas_or_blanks() -> None:

@@ -554,9 +554,7 @@ def test_texts_shared_with_training_are_counted(
         load_splits(config, tokenizer)
     assert "2 of the 4 validation texts are among the training texts" in caplog.text
     assert "4 of the 4 test texts are among the training texts" in caplog.text
-    assert (
-        "4 validation rows are few: an accuracy on them is uncertain by up to 0.49" in caplog.text
-    )
+    assert "only 4 validation rows: an accuracy on them is uncertain by up to 0.49" in caplog.text
 
 
 def test_labels_that_look_alike_are_told(
@@ -611,7 +609,9 @@ def test_a_label_that_no_training_row_has_is_told(
             splits = load_splits(config, tokenizer)
         missing = {"ab"[number] for number in (0, 1)}
         missing -= {"ab"[number] for number in splits.train.label_ids()}
-        told = [f"labels without a training row, not to be learnt: {name}" for name in missing]
+        told = [
+            f"labels without a training row, which cannot be learnt: {name}" for name in missing
+        ]
         assert [m for m in caplog.messages if "without a training row" in m] == told
     assert not missing  # of all rows; of one row some was
 

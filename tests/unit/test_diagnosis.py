@@ -906,7 +906,7 @@ def test_a_post_mortem_reads_codes_and_names(tmp_path: Path) -> None:
         stage("rows")
         stage.path.with_suffix(".new").mkdir()  # in the way, as a full disk is
         stage("model")
-    caught(postmortem.post_mortem(tmp_path, 2), "rank 1 at stage rows: ended without a word")
+    caught(postmortem.post_mortem(tmp_path, 2), "rank 1 at stage rows: ended without a message")
 
 
 def test_an_exception_is_told_with_its_stage_and_its_own_frame(tmp_path: Path) -> None:
@@ -952,7 +952,7 @@ def test_a_death_is_told_before_the_hang_it_makes(tmp_path: Path) -> None:
     leave(tmp_path, 0, "step 5", 1.0, "Timeout (0:00:10)!\nThread 0x1 (most recent call first):")
     leave(tmp_path, 1, "step 5", 1.5)
     found = postmortem.post_mortem(tmp_path, 2)
-    assert found.measured.startswith("rank 1 at stage step 5: ended without a word"), found
+    assert found.measured.startswith("rank 1 at stage step 5: ended without a message"), found
 
 
 def test_ranks_are_told_in_the_order_in_which_they_ended(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_every_format_reads_the_same(tmp_path: Path) -> None:
         ("a.jsonl", '{"text": "x", "label": 1}\n{"text": null, "label": 1}\n', "line 2: text is missing, not a text"),
         ("a.jsonl", '{"text": "x", "label": 1.5}\n', "line 1: label is 1.5, not a text or an integer .*--problem_type regression"),
         ("a.jsonl", '{"text": "x", "label": true}\n', "line 1: label is true, .* want a cast to integers"),
-        ("a.jsonl", '{"text": "a \\ud83d b", "label": 1}\n', "line 1: text holds half a surrogate pair"),
+        ("a.jsonl", '{"text": "a \\ud83d b", "label": 1}\n', "line 1: text has an unpaired surrogate"),
         ("a.json", '{"text": "x"}', "Allowed: a list of objects"),
         ("a.json", "[1]", "item 1: is 1, not an object"),
         ("a.json", "[", "is not JSON .* jsonl"),

@@ -446,7 +446,7 @@ def test_a_launcher_that_ends_the_others_is_no_cause(tmp_path: Path) -> None:
         process.stdout.close()
     finding = postmortem.post_mortem(tmp_path, 2)
     first, _, second = finding.measured.partition(", rank 0 at stage work")
-    assert first.startswith("rank 1 at stage work: ended without a word"), finding
+    assert first.startswith("rank 1 at stage work: ended without a message"), finding
     assert second.endswith("in <module>: ended by SIGTERM"), finding
 
 
