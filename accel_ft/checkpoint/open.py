@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from accel_ft.checkpoint import convert, state, transaction
 from accel_ft.errors import CheckpointError
 from accel_ft.model import adapters, load
-from accel_ft.model.first_token import leave_out_the_rest
+from accel_ft.model.first_token import compute_first_token_only
 from accel_ft.runtime.launch import is_compiled
 from accel_ft.runtime.logging import read_events
 
@@ -85,7 +85,7 @@ def open_classifier(checkpoint: str, device: torch.device) -> Classifier:
     folder = load.resolve(model_folder(checkpoint), "checkpoint")
     config, tokenizer, names = load.load_parts(folder)
     model = load_whole(folder, config).to(device).eval()
-    leave_out_the_rest(model)
+    compute_first_token_only(model)
     if is_compiled():
         logger.warning("compile is for training: labels are computed without it")
     return Classifier(folder, model, tokenizer, names, load.position_limit(config, tokenizer))

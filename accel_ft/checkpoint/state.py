@@ -56,27 +56,27 @@ def save(
             before is intact, what was staged is gone.
     """
     staging, is_main = transaction.staging_folder(final), accelerator.is_main_process
-    with together(watch, final):
+    with all_or_none(watch, final):
         if is_main:
             transaction.start(final)
             for name in convert.SHARDS if convert.makes_shards(accelerator) else ():
                 (staging / name).mkdir()  # so that no rank fails before torch's own collective
-    with together(watch, final):
+    with all_or_none(watch, final):
         accelerator.save_state(str(staging))
         if is_main:
             text = json.dumps(trainer_state, indent=1)
             (staging / TRAINER_STATE).write_text(text, encoding="utf-8")
             for description in descriptions:
                 description.save_pretrained(str(staging))
-    with together(watch, final):
+    with all_or_none(watch, final):
         if is_main:
             transaction.seal(final)
 
 
 @contextlib.contextmanager
-def together(watch: Watch, final: Path) -> Iterator[None]:
-    """Write `final` with all ranks; where one failed, remove what is staged or sealed, of which
-    after a failed write nobody knows what is on the disk, and raise on all.
+def all_or_none(watch: Watch, final: Path) -> Iterator[None]:
+    """Run the body on all ranks. Where it fails on one, remove what is staged or sealed (after a
+    failed write nobody knows what reached the disk), and raise the same error on all. Collective.
     """
     fault: BaseException | None = None
     try:

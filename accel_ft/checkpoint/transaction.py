@@ -135,7 +135,7 @@ def verify(folder: Path) -> None:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
         entries = dict(json.loads(text)["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        _let_pass(error, folder / MANIFEST)
+        _reraise_unless_damage(error, folder / MANIFEST)
         words = f"is no checkpoint, or a damaged one: no readable {MANIFEST} ({error})"
         raise CheckpointError(f"{folder}: {words}") from error
     found = {path.relative_to(folder).as_posix() for path in _files(folder)} - {MANIFEST}
@@ -147,7 +147,7 @@ def verify(folder: Path) -> None:
         try:
             entry, wanted = _entry(folder / name), entries[name]
         except OSError as error:
-            _let_pass(error, folder / name)
+            _reraise_unless_damage(error, folder / name)
             faults.append(f"{name} cannot be read ({error.strerror})")
             continue
         if entry != wanted:
@@ -157,7 +157,7 @@ def verify(folder: Path) -> None:
         raise CheckpointError(f"{folder}: " + "; ".join(faults))
 
 
-def _let_pass(error: Exception, path: Path) -> None:
+def _reraise_unless_damage(error: Exception, path: Path) -> None:
     """Raise anew what is no damage of a file: what may pass, or is the user's to mend."""
     if isinstance(error, OSError) and error.errno not in DAMAGE:
         error.filename = str(path)

@@ -133,15 +133,15 @@ def make_loader(
 ) -> Any:
     """Return a prepared loader of `batches` from number `start` on: rank r of N gets every N-th.
 
-    Its own generator keeps it from drawing on torch's: an iterator made at a resume leaves
-    dropout's numbers alone.
+    A DataLoader's iterator draws a seed from torch's default generator. With one of its own, making
+    it at a resume does not shift the dropout masks.
     """
     on_gpu = accelerator.device.type == "cuda"
     # NCCL has threads by then, which a fork may leave in the middle of something.
     forks_badly = num_workers > 0 and on_gpu and accelerator.num_processes > 1
     loader = DataLoader(
         batches,
-        batch_size=1,
+        batch_size=1,  # an item is a micro-batch; accelerate shards the batch sampler
         sampler=range(start, len(batches)),
         collate_fn=itemgetter(0),
         num_workers=num_workers,

@@ -460,7 +460,7 @@ class _Job:
 
     def save(self, folder: Path) -> None:
         self.run.save()
-        self.run.settle()
+        self.run.wait_for_publication()
 
     def load(self, folder: Path) -> None:
         self.run.config = self.run.config.resolved(resume_from_checkpoint="latest")

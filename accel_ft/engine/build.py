@@ -24,7 +24,7 @@ from accel_ft.engine.step import forward, unreached
 from accel_ft.errors import ConfigError, LaunchError, nearest
 from accel_ft.model import load
 from accel_ft.model.embedding import make_sparse, tied_modules
-from accel_ft.model.first_token import ask_apart
+from accel_ft.model.first_token import unfuse_qkv
 from accel_ft.model.optim import (
     allocate_state,
     make_optimizer,
@@ -263,7 +263,7 @@ def _build_model(
             f"several places: {', '.join(tied)}. Fix: DDP"
         )
     if is_fsdp:
-        ask_apart(model)
+        unfuse_qkv(model)
     fsdp.configure(accelerator, model)
     filler = collate(splits.train, np.empty(0, np.int64), pad)
     on_cpu = accelerator.device.type == "cpu" and not (is_fsdp or is_compiled())

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 def finish(run: Run) -> None:
     """Leave the final (or best) model, and measure it on the test rows. Collective."""
-    run.settle()
+    run.wait_for_publication()
     run.close()
     if run.step < run.num_steps:
         best = f"{run.best['metric']} {run.best['value']:.4f}" if run.best else "none"
@@ -80,7 +80,7 @@ def _leave_predictions(run: Run, logits: NDArray[np.float32], model_step: int) -
         name = "test"
         run.watch.stage("eval", can_save=True)
         _, logits = run.measure(name, run.test_loader, run.splits.test, model_step=model_step)
-    with state.together(run.watch, run.output_dir / "predictions"):
+    with state.all_or_none(run.watch, run.output_dir / "predictions"):
         if run.accelerator.is_main_process:
             write_predictions(run.output_dir, run.config, run.splits, name, logits, run.thresholds)
 
@@ -89,7 +89,7 @@ def _export(run: Run, final: Path) -> None:
     """Write the model as a Hugging Face folder, whole or not at all. Collective."""
     weights = run.accelerator.get_state_dict(run.model)
     weights = {load.plain_name(name): value for name, value in weights.items()}
-    with state.together(run.watch, final):
+    with state.all_or_none(run.watch, final):
         if run.accelerator.is_main_process:
             model, lora = run.unwrapped_model(), adapters.peft_config(run.unwrapped_model())
             if lora is not None:

@@ -29,16 +29,16 @@ def update(run: Run) -> None:
     accelerator, model, optimizer = run.accelerator, run.model, run.optimizer
     if skip_if_left_out(run):
         return
-    # The weight of the whole global batch is known from the plan, without asking the other ranks.
-    # The factor cancels what is divided by later: accumulation steps in `backward`, ranks in the
-    # gradient all-reduce.
+    # Makes the gradients those of the mean over the global batch: `backward` divides by the
+    # accumulation steps and the all-reduce by the ranks, so both are multiplied in. The weight of
+    # the whole batch is known from the plan, without communication.
     scale = run.num_micro_batches / run.global_weight(run.step)
     losses = []
     for batch in islice(run.batches, run.accumulation_steps):
         with accelerator.accumulate(model):
             losses.append(run.graphs(partial(forward_backward, run), batch, scale))
         if accelerator.device.type == "cpu":
-            fill_gradient(model)
+            fill_gradient(model)  # the word embedding's is sparse, and AdamW wants a dense one
         run.padded_tokens += batch["input_ids"].numel()
     grad_norm = clip(accelerator, model, optimizer, run.config.max_grad_norm or float("inf"))
     healthy = all_finite(run, losses, grad_norm)  # on every rank, before the weights move
@@ -47,7 +47,7 @@ def update(run: Run) -> None:
     run.graphs.clear_gradients(optimizer)
     if healthy or handle_nonfinite(run):
         run.after_update()
-    else:  # anew from the checkpoint that it was rolled back to
+    else:  # rolled back: `run.step` is the checkpoint's now
         run.start()
 
 

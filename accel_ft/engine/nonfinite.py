@@ -40,22 +40,23 @@ def all_finite(run: Run, losses: list[torch.Tensor], grad_norm: torch.Tensor) ->
         grad_norm: of the whole update.
     """
     run.outcomes.append(_measure(run, losses, grad_norm))
-    late = _is_late(run)
-    while len(run.outcomes) > (late and not run.is_due()):
+    # The newest one stays unread until the next update, where nothing due now needs it.
+    unread = 1 if _is_late(run) and not run.needs_outcome() else 0
+    while len(run.outcomes) > unread:
         outcome = run.outcomes[0]
         if outcome.arrived is not None:
             outcome.arrived.synchronize()
         *sums, norm = outcome.values.tolist()
-        finite = all(map(math.isfinite, sums))
         scaler, scale = run.accelerator.scaler, 1.0
         if scaler is not None and not math.isfinite(norm):
             scale = scaler.get_scale()
-        finite = finite and (math.isfinite(norm) or scale > 1.0)  # then the scale halves
+        overflows = scale > 1.0  # of fp16, and no fault while the loss scale can be halved
+        finite = all(map(math.isfinite, sums)) and (math.isfinite(norm) or overflows)
         run.stop_signal, nonfinite = run.watch.all_max(run.watch.stop_signal, int(not finite))
         run.grad_norm = norm if math.isfinite(norm) else None
         if not nonfinite:
             run.outcomes.popleft()
-            if scale > 1.0:
+            if overflows:
                 logger.warning(
                     "update %d: gradients overflow in fp16; it is left out, and the loss scale %g "
                     "halved", outcome.step + 1, scale,
@@ -68,7 +69,7 @@ def all_finite(run: Run, losses: list[torch.Tensor], grad_norm: torch.Tensor) ->
         elif outcome.step == run.step or run.config.on_nonfinite != "skip":
             return False
         else:
-            handle_nonfinite(run)  # the device has
+            handle_nonfinite(run)  # the device has skipped it: to record it
     return True
 
 
@@ -101,7 +102,7 @@ def handle_nonfinite(run: Run) -> bool:
     Raises:
         UserError: to stop, or after too many in a row.
     """
-    run.settle()
+    run.wait_for_publication()
     if run.accelerator.scaler is not None:
         run.accelerator.scaler.update()  # its step was left out
     outcome = run.outcomes.popleft()

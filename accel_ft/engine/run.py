@@ -197,7 +197,7 @@ class Run:
             group.update(settings, lr=rate)
         self.saved_step = self.step
         self._tell_what_differs(saved)
-        self._keep_best(saved["validation_data"])
+        self._forget_stale_best(saved["validation_data"])
         sums, rank = saved["loss_sums"], self.accelerator.process_index
         if len(sums) == self.accelerator.num_processes:
             self.loss_sum = sums[rank]
@@ -215,7 +215,7 @@ class Run:
         if validation.store is self.splits.train.store:  # cut off them
             validation.warn_if_trained_on(saved["identity"]["train_data"])
 
-    def _keep_best(self, rows: str) -> None:
+    def _forget_stale_best(self, rows: str) -> None:
         """Keep the checkpoint's best evaluation where it still says what is asked for. Collective.
 
         Args:
@@ -245,8 +245,10 @@ class Run:
         """Return the weight of update `step`'s whole global batch."""
         return float(self.splits.train.weights(self.plan.global_batch(step)).sum())
 
-    def is_due(self) -> bool:
-        """Return whether something is to be done after the present update that must know it."""
+    def needs_outcome(self) -> bool:
+        """Return whether a log, evaluation, save, stop or left-out batch follows the update, which
+        must know whether it was finite.
+        """
         every = (self.config.logging_steps, self._eval_steps, self.config.save_steps)
         following = self.step + 1
         is_due = any(self._falls_on(following, number) for number in every)
@@ -284,7 +286,7 @@ class Run:
 
     def _end_early(self) -> None:
         """Stop after a signal; the state is saved."""
-        self.settle()
+        self.wait_for_publication()
         name = signal.Signals(self.stop_signal).name
         with contextlib.suppress(CheckpointError):  # what matters is saved
             self.events.write("preempted", step=self.step, signal=name)
@@ -341,28 +343,28 @@ class Run:
         scores, logits = self.measure("eval", self.validation_loader, self.splits.validation)
         self.logits, self.logits_step = logits, self.step
         self.eval_is_due = False
-        ahead = math.inf
+        improvement = math.inf
         value = self.watch.all_gather(self.config.best_value(scores))[
             0
         ]  # rank 0's: all decide alike
         if not (math.isfinite(value) and np.isfinite(logits).all()):
-            ahead = -math.inf  # of numbers that are none, the largest is the first label's
+            improvement = -math.inf  # the argmax of NaN is the first label: it says nothing
         elif self.best is not None:
-            ahead = (value - self.best["value"]) * (1 if self.config.takes_highest else -1)
+            improvement = (value - self.best["value"]) * (1 if self.config.takes_highest else -1)
         is_counted = self.config.early_stopping_patience is not None
-        is_worse = is_counted and ahead <= self.config.early_stopping_threshold
+        is_worse = is_counted and improvement <= self.config.early_stopping_threshold
         self.num_worse = self.num_worse + 1 if is_worse else 0
-        if ahead > 0:
+        if improvement > 0:
             self.best = {"step": self.step, "metric": self.config.best_rule, "value": value}
-        return ahead > 0 and self.config.load_best_model_at_end
+        return improvement > 0 and self.config.load_best_model_at_end
 
     def measure(
-        self, name: str, loader: Any, split: Split, **about: int
+        self, name: str, loader: Any, split: Split, model_step: int | None = None
     ) -> tuple[dict[str, Any], NDArray[np.float32]]:
         """Evaluate a split, write it as event `name`, keep the time out of the training speed.
 
         Args:
-            about: `model_step`, of the model where it is not the newest one.
+            model_step: update whose weights are measured; None for the newest.
 
         Returns:
             The metrics, and the logits, [n, C].
@@ -376,22 +378,23 @@ class Run:
         self.timed_since += seconds
         values = {f"{name}_{key}": value for key, value in scores.items()}
         epoch = self.step / self.plan.steps_per_epoch
+        about = {} if model_step is None else {"model_step": model_step}
         self.events.write(
             name, step=self.step, epoch=epoch, **about, **values,
             **{f"{name}_seconds": round(seconds, 3)},
         )  # fmt: skip
         shown = ", ".join(f"{k} {v:.4f}" for k, v in scores.items() if isinstance(v, float))
-        step = about.get("model_step", self.step)
+        step = self.step if model_step is None else model_step
         logger.info(
             "%s after update %d (epoch %.2f): %s (%d rows)",
             name, step, step / self.plan.steps_per_epoch, shown, len(split),
         )  # fmt: skip
         return scores, logits
 
-    def settle(self) -> None:
+    def wait_for_publication(self) -> None:
         """Wait until the checkpoint that was written last is published. Collective."""
         if self.saved is not None:
-            with state.together(self.watch, self.saved):
+            with state.all_or_none(self.watch, self.saved):
                 if self.publication is not None:
                     self.publication.result()
         self.saved = self.publication = None
@@ -400,7 +403,7 @@ class Run:
         """Write a checkpoint; it is published, and older ones pruned, meanwhile. Collective."""
         self.watch.stage("save", can_save=True)
         started = time.monotonic()
-        self.settle()
+        self.wait_for_publication()
         self.events.sync()
         trainer_state = {name: getattr(self, name) for name in state.RUN_STATE} | {
             "num_processes": self.accelerator.num_processes,

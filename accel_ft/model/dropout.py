@@ -44,19 +44,19 @@ def seeded() -> np.random.SFC64:
     return np.random.SFC64(torch.randint(2**63 - 1, (1,)).numpy())
 
 
-def draw_kept(shape: torch.Size, dropped: int, generator: np.random.SFC64) -> torch.Tensor:
+def draw_mask(shape: torch.Size, dropped: int, generator: np.random.SFC64) -> torch.Tensor:
     """Return 1 for what is kept and 0 with a probability of `dropped` / LEVELS, uint8."""
     count = shape.numel()
     slices = generator.random_raw(-(-count // 4)).view(np.uint16)[:count]
     return torch.from_numpy((slices >= dropped).view(np.uint8)).view(shape)
 
 
-def factor(dropped: int) -> float:
+def dropout_scale(dropped: int) -> float:
     """Return what scales the rest to the mean of all."""
     return LEVELS / (LEVELS - dropped)
 
 
-def keep(values: torch.Tensor, kept: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def apply_mask(values: torch.Tensor, kept: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Write to `out`, and return, the values where `kept` is 1, and 0 where it is 0: a product of
     their bits, for as numbers both would be converted first.
     """
@@ -68,17 +68,17 @@ def keep(values: torch.Tensor, kept: torch.Tensor, out: torch.Tensor) -> torch.T
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, dropped: int) -> torch.Tensor:
-        kept = draw_kept(values.shape, dropped, seeded())
+        kept = draw_mask(values.shape, dropped, seeded())
         ctx.save_for_backward(kept)
-        ctx.scale = factor(dropped)
-        return keep(values, kept, torch.empty_like(values)).mul_(ctx.scale)
+        ctx.scale = dropout_scale(dropped)
+        return apply_mask(values, kept, torch.empty_like(values)).mul_(ctx.scale)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         (kept,) = ctx.saved_tensors
         gradient = torch.empty_like(gradients[0])
-        return keep(gradients[0], kept, gradient).mul_(ctx.scale), None
+        return apply_mask(gradients[0], kept, gradient).mul_(ctx.scale), None
 
 
 def on_cpu(device: torch.device) -> contextlib.AbstractContextManager[Any]:

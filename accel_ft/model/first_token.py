@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from accel_ft.model.layer import attention_of, in_one_piece, projections, unpacked
+from accel_ft.model.layer import attention_of, projections, unpacked, use_fused_layer
 
 KINDS = {"bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta"}
 
@@ -42,11 +42,11 @@ def reads_first_token(model: Any) -> bool:
     )
 
 
-def leave_out_the_rest(model: Any, last_alone: bool = False) -> None:
+def compute_first_token_only(model: Any, last_alone: bool = False) -> None:
     """Let the last layer of a classifier compute the first token alone, where it reads no other.
     Its last hidden states are [B, 1, D] then. Where attention is eager, as on a CPU that trains,
     its other layers do as `layer.py` says, and hand on [N, D], without padding; elsewhere they do
-    as `all_ask` says.
+    as `fused_qkv_attention` says.
 
     To be called once, before anything wraps the model.
 
@@ -62,12 +62,12 @@ def leave_out_the_rest(model: Any, last_alone: bool = False) -> None:
     layers = (base.transformer if config.model_type == "distilbert" else base.encoder).layer
     for layer in () if last_alone else layers[:-1]:
         if attention_path == "eager":
-            in_one_piece(layer, packs=True)
+            use_fused_layer(layer, packs=True)
         else:
             others = attention_of(layer)
-            others.forward = partial(all_ask, others)
+            others.forward = partial(fused_qkv_attention, others)
     attention = attention_of(layers[-1])
-    attention.forward = partial(one_asks, attention)  # a method would not be unpickled
+    attention.forward = partial(first_token_attention, attention)  # a method would not be unpickled
     layers[-1].register_forward_pre_hook(_first_token, with_kwargs=True)
     base.register_forward_pre_hook(_one_row, with_kwargs=True)
 
@@ -87,22 +87,24 @@ def _one_row(base: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[st
 
 
 def _first_token(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Give a layer the first token; the others only through `one_asks`, to which it passes what it
-    does not know.
+    """Give a layer the first token; the others only through `first_token_attention`, to which it
+    passes what it does not know.
     """
     tokens, *others = args
     tokens = unpacked(layer, tokens, others[0] if others else kwargs.get("attention_mask"))
     return (tokens[:, :1], *others), {**kwargs, "all_tokens": tokens}
 
 
-def ask_apart(model: Any) -> None:
-    """Undo `all_ask`: sharded, a model would keep whole, until the backward pass, what it joins."""
+def unfuse_qkv(model: Any) -> None:
+    """Undo `fused_qkv_attention`: sharded, a model would keep whole, until the backward pass, what
+    it joins.
+    """
     for module in model.modules():
-        if getattr(vars(module).get("forward"), "func", None) is all_ask:
+        if getattr(vars(module).get("forward"), "func", None) is fused_qkv_attention:
             del module.forward
 
 
-def one_asks(
+def first_token_attention(
     self: Any,
     token: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
@@ -153,7 +155,7 @@ def one_asks(
     return (self.out_lin(attended) if hasattr(self, "out_lin") else attended), shares[:, :, None]
 
 
-def all_ask(
+def fused_qkv_attention(
     self: Any,
     tokens: torch.Tensor,
     attention_mask: torch.Tensor | None = None,

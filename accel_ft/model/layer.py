@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from accel_ft.model.dropout import LEVELS, draw_kept, factor, keep, seeded
+from accel_ft.model.dropout import LEVELS, apply_mask, draw_mask, dropout_scale, seeded
 from accel_ft.model.packing import Packing, pack, packing, unpack
 
 FEWEST_VECTORISED = 32  # keys, below which torch's softmax of 16-bit floats takes one by one
@@ -46,7 +46,7 @@ def projections(attention: Any) -> list[Any]:
     return [attention.q_lin, attention.k_lin, attention.v_lin]  # DistilBERT's
 
 
-def take_apart(layer: Any) -> tuple[list[Any], Any, list[float]]:
+def layer_parts(layer: Any) -> tuple[list[Any], Any, list[float]]:
     """Return what has parameters in a layer (query, key, value, out, norm, wide, narrow, last
     norm), its activation, and the probabilities of dropout: of the shares, of what attention gives,
     and of what comes after it.
@@ -65,7 +65,7 @@ def take_apart(layer: Any) -> tuple[list[Any], Any, list[float]]:
     return modules, activation, [attention.dropout.p, *dropouts]
 
 
-def in_one_piece(layer: Any, packs: bool = False) -> None:
+def use_fused_layer(layer: Any, packs: bool = False) -> None:
     """Let a layer compute as `forward` does. To be called before anything wraps the model.
 
     Args:
@@ -104,7 +104,7 @@ def forward(
     GPU, compiled, with adapters, another activation than GELU, or if its weights are asked for.
 
     Args:
-        layer, packs: see `in_one_piece`.
+        layer, packs: see `use_fused_layer`.
         tokens: [B, S, D]; [N, D] from another layer that packs.
         attention_mask: added to the scores, of a shape that broadcasts to [B, H, S, S].
         others: for the class alone, as `kwargs` are.
@@ -113,7 +113,7 @@ def forward(
         [B, S, D], or [N, D].
     """
     attention, checkpoints = attention_of(layer), getattr(layer, "gradient_checkpointing", False)
-    modules, activation, dropouts = take_apart(layer)
+    modules, activation, dropouts = layer_parts(layer)
     dropped = [round(p * LEVELS) * layer.training for p in dropouts]
     if (
         torch.compiler.is_compiling()
@@ -173,22 +173,22 @@ class _Layer(torch.autograd.Function):
         scores = scores.flatten(0, 1).baddbmm_(query, key.mT, alpha=to.scaling)
         wide_kind = torch.promote_types(kind, torch.float32)
         shares = scores.softmax(-1, dtype=wide_kind).to(kind)
-        dice = seeded() if any(to.dropped) else None
-        kept_shares = _drawn(shares, to.dropped[0], dice)
-        left = shares if kept_shares is None else keep(shares, kept_shares, scores)
-        got = _together(_product(left, value, factor(to.dropped[0])), shape, to)  # [N, D]
+        generator = seeded() if any(to.dropped) else None
+        kept_shares = _drawn(shares, to.dropped[0], generator)
+        left = shares if kept_shares is None else apply_mask(shares, kept_shares, scores)
+        got = _together(_product(left, value, dropout_scale(to.dropped[0])), shape, to)  # [N, D]
         del scores, left
 
         given = torch.addmm(b_out, got, w_out.T)
         middle, norm = _add_norm(
-            residual, given, to.dropped[1], dice, weights[4], biases[4], to.eps[0]
+            residual, given, to.dropped[1], generator, weights[4], biases[4], to.eps[0]
         )
         y = middle.to(kind)
         before = torch.addmm(b_wide, y, w_wide.T)
         after = F.gelu(before)
         given = torch.addmm(b_narrow, after, w_narrow.T)
         result, last = _add_norm(
-            middle, given, to.dropped[2], dice, weights[7], biases[7], to.eps[1]
+            middle, given, to.dropped[2], generator, weights[7], biases[7], to.eps[1]
         )
         ctx.settings, ctx.shape = to, shape
         ctx.save_for_backward(
@@ -208,26 +208,26 @@ class _Layer(torch.autograd.Function):
         norm, last = saved[16:22], saved[22:]
 
         d, d_given, *of_last = _add_norm_backward(gradients[0].reshape(-1, shape[-1]), kind, *last)
-        scale = factor(to.dropped[2])
+        scale = dropout_scale(to.dropped[2])
         of_narrow = _linear_backward(d_given, after, d, scale)
         d_wide = _product(d_given, w_narrow, scale)
         torch.ops.aten.gelu_backward.grad_input(d_wide, before, grad_input=d_wide)
         of_wide = _linear_backward(d_wide, y, d)
         d, d_given, *of_norm = _add_norm_backward(d.add_(d_wide @ w_wide), kind, *norm)
-        scale = factor(to.dropped[1])
+        scale = dropout_scale(to.dropped[1])
         of_out = _linear_backward(d_given, got, d, scale)
 
         d_got = _by_head(_product(d_given, w_out, scale), shape, to)
-        of_shares = factor(to.dropped[0])
+        of_shares = dropout_scale(to.dropped[0])
         d_shares = _product(d_got, value.mT, of_shares)
         if kept_shares is not None:
-            keep(d_shares, kept_shares, d_shares)
+            apply_mask(d_shares, kept_shares, d_shares)
         is_vectorised = shape[1] >= FEWEST_VECTORISED
         wide_kind = kind if is_vectorised else torch.promote_types(kind, torch.float32)
         d_scores = torch._softmax_backward_data(
             d_shares.to(wide_kind), shares.to(wide_kind), -1, wide_kind
         ).to(kind)
-        left = shares if kept_shares is None else keep(shares, kept_shares, d_shares)
+        left = shares if kept_shares is None else apply_mask(shares, kept_shares, d_shares)
         of_projections: list[torch.Tensor] = []
         for a, b, scale, weight in (
             (d_scores, key, to.scaling, w_q),
@@ -267,24 +267,24 @@ def _product(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     return add(a, b, beta=0, alpha=scale)
 
 
-def _drawn(like: torch.Tensor, dropped: int, dice: Any) -> torch.Tensor | None:
-    return draw_kept(like.shape, dropped, dice) if dropped else None
+def _drawn(like: torch.Tensor, dropped: int, generator: Any) -> torch.Tensor | None:
+    return draw_mask(like.shape, dropped, generator) if dropped else None
 
 
 def _add_norm(
     residual: torch.Tensor,
     given: torch.Tensor,
     dropped: int,
-    dice: Any,
+    generator: Any,
     weight: torch.Tensor,
     bias: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
     """Return the norm of residual + dropout(given), [N, D], and what its backward pass needs."""
-    kept = _drawn(given, dropped, dice)
+    kept = _drawn(given, dropped, generator)
     if kept is not None:
-        keep(given, kept, given)
-    total = torch.add(residual, given, alpha=factor(dropped))
+        apply_mask(given, kept, given)
+    total = torch.add(residual, given, alpha=dropout_scale(dropped))
     normed, mean, scale = torch.native_layer_norm(total, total.shape[1:], weight, bias, eps)
     return normed, (total, mean, scale, kept, weight, bias)
 
@@ -305,7 +305,7 @@ def _add_norm_backward(
     )
     d_given = d_total.to(kind, copy=True)
     if kept is not None:
-        keep(d_given, kept, d_given)
+        apply_mask(d_given, kept, d_given)
     return d_total, d_given, d_weight, d_bias
 
 

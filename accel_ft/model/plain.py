@@ -8,7 +8,7 @@ from accelerate.utils import set_seed
 from accel_ft.config import TrainConfig
 from accel_ft.model import load
 from accel_ft.model.adapters import choose_trained
-from accel_ft.model.first_token import leave_out_the_rest
+from accel_ft.model.first_token import compute_first_token_only
 from accel_ft.runtime.launch import compiles_layers
 
 
@@ -37,7 +37,7 @@ def plain_model(
     if model_config.model_type not in load.ROBERTAS or model_config.pad_token_id is None:
         load.take_pad_token(model_config, tokenizer)
     model, drawn = load.load_for_training(folder, model_config, device)
-    leave_out_the_rest(model, last_alone=compiles_layers())
+    compute_first_token_only(model, last_alone=compiles_layers())
     model.config.max_seq_length = config.max_seq_length  # as predict and evaluate take it
     model.config.text_pairs = config.text_pair_column is not None
     return choose_trained(model, config, drawn), drawn

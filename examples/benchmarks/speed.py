@@ -202,7 +202,7 @@ def bare(  # noqa: PLR0915
     from accel_ft.data.splits import load_splits
     from accel_ft.engine.step import forward, weighted_loss
     from accel_ft.model import dropout, load
-    from accel_ft.model.first_token import leave_out_the_rest
+    from accel_ft.model.first_token import compute_first_token_only
     from accel_ft.model.optim import make_optimizer, make_scheduler
     from accel_ft.runtime.memory import keep_freed_memory, peak_memory
 
@@ -216,7 +216,7 @@ def bare(  # noqa: PLR0915
         config.model_name_or_path, num_labels=len(splits.label_names)
     )
     model, _ = load.load_for_training(config.model_name_or_path, model_config, device)
-    leave_out_the_rest(model)
+    compute_first_token_only(model)
     model.to(device).train()
     plan = Plan(len(splits.train), about["job"]["global_batch_size"], seed, splits.train.lengths)
     num_steps = int(config.num_train_epochs * plan.steps_per_epoch)

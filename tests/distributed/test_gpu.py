@@ -152,9 +152,9 @@ import sys
 import torch
 from transformers import AutoModelForSequenceClassification
 from accel_ft.engine.step import forward
-from accel_ft.model.first_token import leave_out_the_rest
+from accel_ft.model.first_token import compute_first_token_only
 model = AutoModelForSequenceClassification.from_pretrained(sys.argv[1]).cuda()
-leave_out_the_rest(model)
+compute_first_token_only(model)
 ids = torch.ones(4, 8, dtype=torch.long, device="cuda")
 batch = {"input_ids": ids, "attention_mask": ids.tril()}
 forward(model, batch).sum().backward()  # the first one makes handles and workspaces

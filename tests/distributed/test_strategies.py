@@ -146,7 +146,7 @@ def test_sharding_is_real(whole: dict[str, Any], strategy: str) -> None:
     Nothing joins the weights of a layer, which would be held whole until the backward pass.
     """
     shares = whole[strategy].shares
-    assert shares["ours"] == ["one_asks"]
+    assert shares["ours"] == ["first_token_attention"]
     ranks = STRATEGIES[strategy][0]
     assert shares["kinds"] == ["DTensor"]
     assert len(shares["local"]) == ranks

@@ -173,7 +173,7 @@ def test_rollback_sets_aside_what_it_passes_over(
     handle_nonfinite, root = loop.handle_nonfinite, tmp_path / "run/checkpoints"
 
     def damage(run: Run) -> bool:
-        run.settle()
+        run.wait_for_publication()
         for step in (4, 5):
             (root / f"step_{step:08d}/optimizer.bin").unlink()
         return handle_nonfinite(run)
@@ -414,7 +414,7 @@ def test_overflow_of_fp16_is_no_sickness(
     told: list[str] = []
     run: Any = SimpleNamespace(
         events=SimpleNamespace(write=lambda event, **_: told.append(event)),
-        step=0, is_due=lambda: True, config=SimpleNamespace(on_nonfinite="stop"),
+        step=0, needs_outcome=lambda: True, config=SimpleNamespace(on_nonfinite="stop"),
         accelerator=SimpleNamespace(scaler=scaler, device=torch.device("cpu"), num_processes=1),
         watch=SimpleNamespace(stage=lambda *_, **__: None, stop_signal=0, all_max=lambda *n: list(n)),
         loss_sum=0.0, loss_weight=0.0, global_weight=lambda step: 1.0, newest_nonfinite=-1, outcomes=deque(),
@@ -632,7 +632,7 @@ def test_a_run_is_closed_before_it_lets_the_others_go(
 ) -> None:
     """The launcher signals those that still run when one has ended: they must have nothing left to do."""
     seen: list[str] = []
-    for owner, name in ((Run, "close"), (Watch, "wait"), (Run, "settle")):
+    for owner, name in ((Run, "close"), (Watch, "barrier"), (Run, "wait_for_publication")):
         plain = getattr(owner, name)
         monkeypatch.setattr(
             owner, name, lambda self, *, name=name, plain=plain: seen.append(name) or plain(self)
@@ -647,7 +647,7 @@ def test_a_run_is_closed_before_it_lets_the_others_go(
     monkeypatch.setattr(Run, "after_update", signalled)
     with pytest.raises(Preempted, match="SIGTERM: stopped after update"):
         train.main(words)
-    assert seen[-2:] == ["close", "wait"]
+    assert seen[-2:] == ["close", "barrier"]
 
 
 def test_a_heartbeat_of_another_version_is_no_ranks(tmp_path: Path) -> None:
@@ -937,6 +937,6 @@ def test_the_update_before_one_that_is_left_out_is_judged_at_once(words: list[st
         step=4, stop_signal=0, passed_over=set(), _eval_steps=100, _falls_on=lambda *_: False,
         config=SimpleNamespace(logging_steps=100, save_steps=100),
     )  # fmt: skip
-    assert not Run.is_due(run)
+    assert not Run.needs_outcome(run)
     run.passed_over = {5}
-    assert Run.is_due(run)
+    assert Run.needs_outcome(run)

@@ -284,7 +284,7 @@ def test_a_best_model_that_is_lost_is_not_replaced_by_the_last(
     weights, finish = tmp_path / "run/checkpoints/step_00000002/model.safetensors", loop.finish
 
     def damage(run: object) -> None:
-        run.settle()
+        run.wait_for_publication()
         weights.write_bytes(weights.read_bytes()[:-1] + b"x")
         finish(run)
 
@@ -317,7 +317,7 @@ def test_a_best_model_that_is_the_last_need_not_be_loaded(
     finish = loop.finish
 
     def damage(run: object) -> None:
-        run.settle()
+        run.wait_for_publication()
         shutil.rmtree(tmp_path / "run/checkpoints/step_00000012")
         finish(run)
 

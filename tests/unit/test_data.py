@@ -552,8 +552,8 @@ def test_texts_shared_with_training_are_counted(
     config = TrainConfig(train_file=train, validation_file=other, test_file=train)
     with caplog.at_level("WARNING"):
         load_splits(config, tokenizer)
-    assert "2 of the 4 validation texts are among the training texts" in caplog.text
-    assert "4 of the 4 test texts are among the training texts" in caplog.text
+    assert "2 of the 4 validation texts are training texts too" in caplog.text
+    assert "4 of the 4 test texts are training texts too" in caplog.text
     assert "only 4 validation rows: an accuracy on them is uncertain by up to 0.49" in caplog.text
 
 

@@ -18,7 +18,7 @@ from transformers import (
 
 from accel_ft.checkpoint.open import open_classifier
 from accel_ft.config import TrainConfig
-from accel_ft.model.first_token import KINDS, ask_apart, leave_out_the_rest
+from accel_ft.model.first_token import KINDS, compute_first_token_only, unfuse_qkv
 from accel_ft.model.load import load_tokenizer
 from accel_ft.model.plain import plain_model
 
@@ -51,7 +51,7 @@ def inputs(padded: bool) -> dict[str, torch.Tensor]:
 def test_logits_and_gradients_are_the_same(kind: str, path: str, padded: bool) -> None:
     whole = classifier(kind, path, **dict.fromkeys(DROPOUT, 0.0)).train()
     first = copy.deepcopy(whole)
-    leave_out_the_rest(first)
+    compute_first_token_only(first)
     first = copy.deepcopy(first)  # and a copy is one of its own
     states = []
     layer = next(m for n, m in first.named_modules() if n.endswith(".layer.1"))
@@ -73,7 +73,7 @@ def test_logits_and_gradients_are_the_same(kind: str, path: str, padded: bool) -
 def test_a_mask_with_a_row_for_each_token(kind: str, path: str) -> None:
     whole = classifier(kind, path).eval()
     first = copy.deepcopy(whole)
-    leave_out_the_rest(first)
+    compute_first_token_only(first)
     mask = torch.full((5, 1, 11, 11), torch.finfo(torch.float32).min).triu(
         1
     )  # sees what was before
@@ -89,7 +89,7 @@ def test_a_mask_with_a_row_for_each_token(kind: str, path: str) -> None:
 def test_it_compiles_in_one_piece(kind: str, path: str, last_alone: bool) -> None:
     """Pieces cost a GPU compilations, and passes over memory between them."""
     model = classifier(kind, path).eval()
-    leave_out_the_rest(model, last_alone)
+    compute_first_token_only(model, last_alone)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(**inputs(True)).logits, model(**inputs(True)).logits)
@@ -112,7 +112,7 @@ def test_compiled_layer_by_layer_one_does_for_all() -> None:
     counts = []
     for number in (3, 5):
         model = classifier("bert", "sdpa", num_hidden_layers=number).eval()
-        leave_out_the_rest(model, last_alone=True)
+        compute_first_token_only(model, last_alone=True)
         torch._dynamo.reset()
         graphs = CompileCounter()
         compiled = compile_regions(model, backend=graphs, dynamic=True)
@@ -126,7 +126,7 @@ def test_compiled_layer_by_layer_one_does_for_all() -> None:
 @pytest.mark.parametrize("path", ["eager", "sdpa"])
 def test_it_is_traced_for_any_number_of_rows(path: str) -> None:
     model = classifier("bert", path).eval()
-    leave_out_the_rest(model)
+    compute_first_token_only(model)
     given = inputs(True)
     rows = torch.export.Dim("rows", min=2, max=64)
     shapes = {name: {0: rows} for name in given}
@@ -149,7 +149,7 @@ def test_what_shares_lose_to_dropout_is_lost_to_the_bias_too(
     for parameter in whole.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     first = copy.deepcopy(whole)
-    leave_out_the_rest(first)
+    compute_first_token_only(first)
     monkeypatch.setattr(torch.nn.functional, "dropout", drop)
     logits = [model.double()(**inputs(True)).logits for model in (first, whole)]
     torch.testing.assert_close(*logits)
@@ -158,20 +158,20 @@ def test_what_shares_lose_to_dropout_is_lost_to_the_bias_too(
 def test_a_row_without_a_token_in_16_bits() -> None:
     """FSDP2 casts the mask, whose least float32 comes to minus infinity, with all that a layer gets."""
     model = classifier("bert", num_hidden_layers=1).eval()
-    leave_out_the_rest(model)
+    compute_first_token_only(model)
     mask = torch.full((5, 1, 1, 11), float("-inf"), dtype=torch.bfloat16)
     assert model(**inputs(False) | {"attention_mask": mask}).logits.isfinite().all()
 
 
 def test_attention_that_drops_everything() -> None:
     model = classifier("bert", **dict.fromkeys(DROPOUT, 0.0) | {DROPOUT[1]: 1.0}).train()
-    leave_out_the_rest(model)
+    compute_first_token_only(model)
     assert model(**inputs(True)).logits.isfinite().all()
 
 
 def test_who_asks_for_weights_gets_them() -> None:
     model = classifier("bert").eval()
-    leave_out_the_rest(model)
+    compute_first_token_only(model)
     for asked in ({"output_attentions": True}, {}):
         model.config.output_attentions = not asked
         shapes = [tuple(each.shape) for each in model(**inputs(True), **asked).attentions]
@@ -191,7 +191,7 @@ def test_in_bfloat16_gradients_are_no_further_from_the_truth(
         still = dict.fromkeys(DROPOUT, 0.0)
         exact = classifier(kind, path, seed=seed, initializer_range=0.3, **still)
         ours, theirs = copy.deepcopy(exact), copy.deepcopy(exact)
-        leave_out_the_rest(ours)
+        compute_first_token_only(ours)
         found = []
         for model in (exact.double(), ours, theirs):
             with torch.autocast("cpu", torch.bfloat16, enabled=model is not exact):
@@ -208,7 +208,7 @@ def test_in_bfloat16_gradients_are_no_further_from_the_truth(
 def test_the_last_layers_dropout_is_on_in_training_alone(which: str, path: str) -> None:
     """Of the attention, too: each by itself changes the logits."""
     model = classifier("bert", path, **{**dict.fromkeys(DROPOUT[:2], 0.0), which: 0.5}).eval()
-    leave_out_the_rest(model)
+    compute_first_token_only(model)
     for training in (True, False):
         model.bert.encoder.layer[1].train(training)
         drawn = [model(**inputs(False)).logits for _ in range(2)]
@@ -218,7 +218,7 @@ def test_the_last_layers_dropout_is_on_in_training_alone(which: str, path: str) 
 @pytest.mark.parametrize("path", ["eager", "sdpa"])
 def test_so_is_the_attentions_dropout_of_the_others(path: str) -> None:
     model = classifier("bert", path, **dict.fromkeys(DROPOUT[:2], 0.0) | {DROPOUT[1]: 0.5})
-    leave_out_the_rest(model)
+    compute_first_token_only(model)
     model.bert.encoder.layer[1].attention.self.dropout.p = 0.0
     for training in (True, False):
         model.train(training)
@@ -242,7 +242,7 @@ def test_training_and_inference_do_so(tiny_model: Path, tmp_path: Path) -> None:
 def test_other_kinds_stay_as_they_are(kind: str) -> None:
     model = classifier(kind, path="eager")
     before = [(name, vars(module).get("forward")) for name, module in model.named_modules()]
-    leave_out_the_rest(model)
+    compute_first_token_only(model)
     assert [(n, vars(m).get("forward")) for n, m in model.named_modules()] == before
     assert not any(module._forward_pre_hooks for module in model.modules())
 
@@ -266,7 +266,7 @@ def test_other_models_stay_as_they_are(settings: dict[str, Any]) -> None:
     model = classifier("bert", **settings)
     if settings == {"path": "sdpa"}:
         model = Pooled(model.config)
-    leave_out_the_rest(model)
+    compute_first_token_only(model)
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
@@ -277,7 +277,7 @@ def test_the_host_does_not_wait_for_the_mask(kind: str, padded: bool) -> None:
     model, read = classifier(kind, "sdpa").train(), []
     for cut in (False, True):
         if cut:
-            leave_out_the_rest(model)
+            compute_first_token_only(model)
         with profile(
             activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True
         ) as record:
@@ -292,12 +292,12 @@ def test_the_host_does_not_wait_for_the_mask(kind: str, padded: bool) -> None:
 def test_query_key_and_value_are_one_product() -> None:
     """Of the last layer the query alone is made so; of autocast's casts of tokens two are left out."""
     model = classifier("bert", "sdpa").train()
-    leave_out_the_rest(model)
+    compute_first_token_only(model)
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as record:
         model(**inputs(True))
     count = {event.key: event.count for event in record.key_averages()}
     assert count["aten::linear"] == 1 + 3 + 1 + 3 + 2  # and pooler and classifier
-    ask_apart(model)
+    unfuse_qkv(model)
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as record:
         model(**inputs(True))
     count = {event.key: event.count for event in record.key_averages()}
@@ -307,7 +307,7 @@ def test_query_key_and_value_are_one_product() -> None:
 @pytest.mark.parametrize("path", ["eager", "sdpa"])
 def test_it_is_written_and_read_as_any_object(path: str) -> None:
     model = classifier("bert", path).eval()
-    leave_out_the_rest(model)
+    compute_first_token_only(model)
     copied = pickle.loads(pickle.dumps(model))
     torch.testing.assert_close(copied(**inputs(True)).logits, model(**inputs(True)).logits)
 
@@ -315,7 +315,7 @@ def test_it_is_written_and_read_as_any_object(path: str) -> None:
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_attention_that_fsdp2_has_made_another_class(kind: str) -> None:
     model = classifier(kind).eval()
-    leave_out_the_rest(model)
+    compute_first_token_only(model)
     logits = model(**inputs(True)).logits
     for module in model.modules():
         if "SelfAttention" in type(module).__name__:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel
 
 from accel_ft.model import layer as module
 from accel_ft.model.first_token import KINDS
-from accel_ft.model.layer import in_one_piece
+from accel_ft.model.layer import use_fused_layer
 
 LEAST = torch.finfo(torch.float32).min
 SIZES = {"vocab_size": 9, "hidden_size": 24, "num_hidden_layers": 1, "intermediate_size": 40,
@@ -36,7 +36,7 @@ def layers(kind: str = "bert", p: float = 0.0, seed: int = 0, **settings: Any) -
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     ours = copy.deepcopy(theirs).train()
-    in_one_piece(ours)
+    use_fused_layer(ours)
     return copy.deepcopy(ours), theirs.train()  # a copy is one of its own
 
 
@@ -97,14 +97,14 @@ def test_dropout(model: str, length: int) -> None:
     (tokens, mask), drawn = given(length), []
 
     def draw(*args: Any) -> torch.Tensor:
-        drawn.append(draw_kept(*args))
+        drawn.append(draw_mask(*args))
         return drawn[-1]
 
     def drop(values: torch.Tensor, p: float, *_: Any, **__: Any) -> torch.Tensor:
         return values * masks.pop(0).view(values.shape) / (1 - p)
 
-    draw_kept = module.draw_kept
-    with mock.patch.object(module, "draw_kept", draw):
+    draw_mask = module.draw_mask
+    with mock.patch.object(module, "draw_mask", draw):
         mine = results(ours, tokens.double(), mask)
         masks = drawn.copy()
         ours(tokens.double(), mask)

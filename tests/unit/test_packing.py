@@ -19,7 +19,7 @@ from accel_ft.data.loader import Padding
 from accel_ft.data.splits import load_splits
 from accel_ft.engine.fitting import measured_need
 from accel_ft.model import layer as layers
-from accel_ft.model.first_token import KINDS, leave_out_the_rest
+from accel_ft.model.first_token import KINDS, compute_first_token_only
 from accel_ft.model.load import load_tokenizer
 from accel_ft.model.packing import packing
 from accel_ft.model.plain import plain_model
@@ -44,7 +44,7 @@ def pair(kind: str, p: float = 0.0) -> tuple[Any, Any, list[int]]:
     sizes = {"num_hidden_layers": 4, **({"n_layers": 4} if kind == "distilbert" else {})}
     whole = classifier(kind, **sizes, **dict.fromkeys(DROPOUT, p)).double().train()
     ours, rows = copy.deepcopy(whole), []
-    leave_out_the_rest(ours)
+    compute_first_token_only(ours)
     apply = layers._Layer.apply
 
     def count(tokens: torch.Tensor, *others: Any) -> Any:
@@ -110,13 +110,13 @@ def test_dropout_draws_for_the_rows_that_are_left(dtype: torch.dtype) -> None:
     """And two passes from one seed are the same."""
     ours, _, _ = pair("bert", 0.2)
     ours, drawn, found = ours.float(), [], []
-    real = layers.draw_kept
+    real = layers.draw_mask
 
     def draw(shape: torch.Size, *others: Any) -> torch.Tensor:
         drawn.append(tuple(shape))
         return real(shape, *others)
 
-    with mock.patch.object(layers, "draw_kept", draw):
+    with mock.patch.object(layers, "draw_mask", draw):
         for _ in range(2):
             torch.manual_seed(3)
             ours.zero_grad()
