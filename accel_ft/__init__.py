@@ -92,26 +92,18 @@ def _as_a_guest() -> Iterator[None]:
     """Leave to the caller's process what is its own: random numbers, the accumulation steps of its
     Accelerator, and what transformers tells.
     """
-    import random
-
-    import numpy as np
-    import torch
     from accelerate.state import GradientState
     from transformers.utils import logging
 
+    from accel_ft.diagnosis.gradients import own_random_numbers
+
     gradients, bars = GradientState(), logging.is_progress_bar_enabled()
     steps, verbosity = gradients.plugin_kwargs, logging.get_verbosity()
-    dice = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    has_gpus = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    of_gpus = torch.cuda.get_rng_state_all() if has_gpus else []  # to ask would start them
     try:
-        yield
+        with own_random_numbers():
+            yield
     finally:
         gradients.plugin_kwargs = steps or gradients.plugin_kwargs
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-        random.setstate(dice[0])
-        np.random.set_state(dice[1])
-        torch.set_rng_state(dice[2])
-        torch.cuda.set_rng_state_all(of_gpus)

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 def own_random_numbers() -> Iterator[None]:
     """Put the random numbers of Python, numpy and torch back as they were."""
     python, numpy = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    has_gpus = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = range(torch.cuda.device_count() if has_gpus else 0)  # to ask others would start them
     with torch.random.fork_rng(devices):
         try:
             yield

@@ -276,7 +276,10 @@ def _build_model(
     if accelerator.num_processes > 1 and not is_fsdp:
         idle = unreached(model, forward(model, filler))
         if idle:
-            logger.info("%s get no gradient: DDP runs with find_unused_parameters", ", ".join(idle))
+            logger.info(
+                "parameters without gradients: %s; DDP runs with find_unused_parameters",
+                ", ".join(idle),
+            )
             accelerator.ddp_handler.find_unused_parameters = True
     model, optimizer = accelerator.prepare(model, optimizer)
     check_granted(accelerator, model)

@@ -230,6 +230,10 @@ def test_a_run_is_reproduced(
     assert str(tmp_path / "run`") not in (tmp_path / "run_again/model/README.md").read_text()
     report.main(["--diff", str(tmp_path / "run"), str(tmp_path / "run_again")])
     assert capsys.readouterr().out == "they do not differ\n"
+    two = [str(tmp_path / "run"), str(tmp_path / "run_again")]
+    with pytest.raises(SystemExit, match="2"):
+        report.main(["--diff", *two, "--output", str(tmp_path / "report")])
+    assert "--diff prints, and writes nothing" in capsys.readouterr().err
     log = tmp_path / "run_again/metrics.jsonl"
     logged = log.read_text()
     for kept, words_of_it in (
@@ -412,4 +416,4 @@ def test_a_metric_that_is_no_number_is_said(capsys: pytest.CaptureFixture[str]) 
     train._finish(config, events)
     told = capsys.readouterr().out
     assert "rmse on the validation rows: 0.5000" in told
-    assert "rmse on the test rows: no number" in told
+    assert "rmse on the test rows: NaN" in told

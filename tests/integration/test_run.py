@@ -320,9 +320,9 @@ def test_another_split_into_micro_batches_is_told(
     words = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run")]
     train.main([*words, "--max_steps", "2"])
     train.main([*words, "--max_steps", "3", *LATEST])
-    assert "an update was" not in capsys.readouterr().err
+    assert "an update had" not in capsys.readouterr().err
     train.main([*words, "--max_steps", "4", "--per_device_train_batch_size", "8", *LATEST])
-    assert "was 2 micro-batches on each rank, now it is 1" in capsys.readouterr().err
+    assert "had 2 micro-batches per rank, now it has 1" in capsys.readouterr().err
 
 
 def test_rows_whose_file_name_is_no_utf_8(finished: Path, rows_file: Path, tmp_path: Path) -> None:

@@ -324,6 +324,7 @@ def test_labels_on_a_card() -> None:
 
     card = model_card(["<b>no</b>", "yes"], {"output_dir": "a"})
     assert "Labels: `<b>no</b>`, `yes`.\n" in card
+    assert "Labels: `a'<img src=x>'`.\n" in model_card(["a`<img src=x>`"], {})  # no end of the code
     assert "Labels:" not in model_card(["score"], {"problem_type": "regression"})
 
 
