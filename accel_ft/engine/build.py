@@ -216,12 +216,10 @@ def _reads_padding(model: Any, split: Split, pad: Padding) -> bool:
     places = np.arange(min(len(split), PROBED_ROWS))
     places = places[np.argsort(split.lengths(places), kind="stable")]
     places = places[[0, len(places) // 8, len(places) // 4]]
-    was_training = model.training
     model.eval()
     with torch.no_grad():
         together = forward(model, collate(split, places, pad))
         alone = [forward(model, collate(split, place, pad)) for place in places[:, None]]
-    model.train(was_training)
     return not torch.allclose(torch.cat(alone), together, 1e-3, 1e-3, equal_nan=True)
 
 

@@ -297,8 +297,8 @@ def test_attention_does_not_depend_on_earlier_rows(
 ) -> None:
     """transformers switches BigBird's for good at the first batch of short texts."""
     sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 32)
-    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "initializer_range": 0.5}
-    sizes |= {"block_size": 4, "num_random_blocks": 1, "max_position_embeddings": 64}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.5}
+    sizes |= {"block_size": 4, "num_random_blocks": 1, "max_position_embeddings": 256}
     special = "<pad> </s> <unk> <cls> <sep>"
     folder = make(tmp_path / "model", "BigBird", special, "<cls> $A </s>", **sizes)
     config = transformers.AutoConfig.from_pretrained(folder, id2label={0: "a", 1: "b"})

@@ -19,8 +19,9 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
+from accel_ft.config import TrainConfig
 from accel_ft.engine import build, evaluation
-from accel_ft.errors import LaunchError
+from accel_ft.errors import ConfigError, LaunchError
 from accel_ft.model.memory import _container_bytes
 from accel_ft.model.optim import allocate_state
 from accel_ft.runtime import fsdp, gloo, launch
@@ -307,6 +308,32 @@ def test_sections_of_the_yaml_that_nobody_heeds(
         return
     with pytest.raises(LaunchError, match=message):
         launch.read_request()
+
+
+def test_ranks_are_compared_by_what_decides_the_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files may lie elsewhere, and a machine need not have git."""
+    monkeypatch.setattr(build, "about_strategy", lambda _: {"mixed_precision": "bf16"})
+    program = {"accel_ft": "1", "git_commit": "abc", "versions": {"torch": "2"}}
+    monkeypatch.setattr(build, "about_program", lambda: program)
+    seen: list[Any] = []
+
+    def compare(config: TrainConfig, **others: Any) -> None:
+        def all_gather(mine: Any) -> list[Any]:
+            seen.append(mine)
+            return [dict(seen[0]), mine | others]
+
+        build._check_same_job(config, None, SimpleNamespace(all_gather=all_gather))
+
+    compare(TrainConfig(output_dir=Path("a"), train_file=__file__))
+    compare(TrainConfig(output_dir=Path("b"), train_file=launch.__file__), git_commit=None)
+    for others, told in (
+        ({"git_commit": "abd"}, "git_commit: abc on rank 0, abd on rank 1$"),
+        ({"torch": "3"}, "torch: 2 on rank 0, 3 on rank 1$"),
+        ({"FSDP_VERSION": "2"}, "FSDP_VERSION: None on rank 0, 2 on rank 1$"),
+        (dict.fromkeys(program["versions"] | TrainConfig().model_dump(), 0), r"and \d+ more$"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            compare(TrainConfig(), **others)
 
 
 def test_no_processes_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
