@@ -61,7 +61,7 @@ PLACES = FILE_KEYS | {  # keys that may differ from machine to machine
 }  # fmt: skip
 STRATEGY_VARIABLES = ("FSDP_", "ACCELERATE_DYNAMO_")
 MOST_FAULTS = 10
-PROBED_ROWS = 1000
+PROBED_ROWS, PROBED_PARAMETERS = 1000, 10**9  # on one thread of a CPU, maybe
 IDLE_UNDER = (  # key, and the values of another under which it does nothing
     ("warmup_steps", "lr_scheduler_type", ("constant",)),
     ("layerwise_lr_decay", "freeze", ("encoder",)),
@@ -238,15 +238,16 @@ def _build_model(
     model, drawn = plain_model(config, accelerator.device, splits.label_names, tokenizer)
     if drawn:
         logger.info("newly initialized (or loaded with a checkpoint): %s", ", ".join(drawn))
-    if accelerator.is_main_process and _reads_padding(model, splits.train, pad):
+    counts = [0, 0]
+    for parameter in model.parameters():  # now: of FSDP1's, each rank sees a share only
+        counts[parameter.requires_grad] += parameter.numel()
+    is_probed = accelerator.is_main_process and sum(counts) < PROBED_PARAMETERS
+    if is_probed and _reads_padding(model, splits.train, pad):
         plain = getattr(model, "get_base_model", lambda: model)()
         logger.warning(
             "padding changes the outputs of %s: they depend on which rows share a batch, and the "
             "curve on the split into micro-batches", type(plain).__name__,
         )  # fmt: skip
-    counts = [0, 0]
-    for parameter in model.parameters():  # now: of FSDP1's, each rank sees a share only
-        counts[parameter.requires_grad] += parameter.numel()
     optimizer = make_optimizer(
         model, scaled_learning_rate(config), config.weight_decay, config.layerwise_lr_decay
     )

@@ -138,8 +138,7 @@ class Watch:
         Raises:
             ConfigError: naming the ranks that do not see what rank 0 writes.
         """
-        if self.rank == 0:
-            self._write_beat()
+        self._write_beat()  # each: NFS looks anew at a folder that it has changed itself
         can_write = self.all_gather(self._can_write)[0]  # else a full disk is told when it matters
         deadline = time.monotonic() + SHARED_SECONDS
         is_seen = self.rank == 0 or not can_write
