@@ -150,12 +150,12 @@ def _own(config: TrainConfig, lock: Path) -> Iterator[None]:
 
 
 def _lacks_card(config: TrainConfig) -> bool:
-    """Whether there is a model without a card, or with one of another repository."""
+    """Whether there is a model without a card, or with one that names no repository."""
     card = config.output_dir / "model" / "README.md"
     if not card.is_file():
         return card.parent.is_dir()
-    repo_id = (config.push_to_hub and config.hub_model_id) or ""
-    return repo_id not in card.read_text(encoding="utf-8", errors="replace")
+    is_own = 'model="."' in card.read_text(encoding="utf-8", errors="replace")  # not a user's
+    return is_own and config.push_to_hub
 
 
 def _describe(config: TrainConfig, label_names: list[str], events: list[dict[str, Any]]) -> None:

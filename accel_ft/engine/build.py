@@ -1,9 +1,12 @@
 """A configuration -> the parts of a run."""
 
+import hashlib
 import logging
 import math
 import os
 from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,7 +44,7 @@ from accel_ft.runtime.launch import (
     refuse_cuda_graphs,
 )
 from accel_ft.runtime.logging import EventLog
-from accel_ft.runtime.receipt import about_program, about_strategy
+from accel_ft.runtime.receipt import about_strategy
 from accel_ft.runtime.trackers import Trackers
 from accel_ft.runtime.watch import Watch
 
@@ -55,13 +58,15 @@ NEEDS = {  # keys that do nothing without one of others
     **dict.fromkeys(("hub_model_id", "hub_private_repo"), ("push_to_hub",)),
     "lr_reference_batch_size": ("lr_scaling",),
 }
-PLACES = FILE_KEYS | {  # keys that may differ from machine to machine
+OF_ONE_MACHINE = FILE_KEYS | {  # keys that may differ from machine to machine, or are rank 0's
     "model_name_or_path", "dataset_name", "output_dir", "resume_from_checkpoint", "reproduce",
-    "dataloader_num_workers",
+    "dataloader_num_workers", "report_to", "push_to_hub", "hub_model_id", "hub_private_repo",
 }  # fmt: skip
+COMPUTE = ("torch", "accelerate", "transformers", "numpy")  # libraries that make the numbers
 STRATEGY_VARIABLES = ("FSDP_", "ACCELERATE_DYNAMO_")
 MOST_FAULTS = 10
-PROBED_ROWS, PROBED_PARAMETERS = 1000, 10**9  # on one thread of a CPU, maybe
+# Of a probe that runs on a CPU, maybe on one thread of it.
+PROBED_ROWS, PROBED_TOKENS, PROBED_PARAMETERS = 1000, 600, 5 * 10**8
 IDLE_UNDER = (  # key, and the values of another under which it does nothing
     ("warmup_steps", "lr_scheduler_type", ("constant",)),
     ("layerwise_lr_decay", "freeze", ("encoder",)),
@@ -74,7 +79,8 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     is_fsdp = accelerator.distributed_type == DistributedType.FSDP
     if is_fsdp and not accelerator.is_fsdp2 and config.lora_r is not None:
         raise ConfigError(f"lora_r={config.lora_r}: FSDP1 cannot save adapters alone. Fix: FSDP2")
-    _check_same_job(config, accelerator, watch)
+    if accelerator.num_processes > 1:
+        _check_same_job(config, accelerator, watch)
     folder = load.resolve(config.model_name_or_path)
     tokenizer = load.load_tokenizer(folder)
     base = load.load_model_config(folder)
@@ -162,14 +168,15 @@ def _check_same_job(config: TrainConfig, accelerator: Accelerator, watch: Watch)
     Raises:
         ConfigError: naming what differs, and where.
     """
-    job = config.model_dump(mode="json", exclude=PLACES) | about_strategy(accelerator)
+    job = config.model_dump(mode="json", exclude=OF_ONE_MACHINE) | about_strategy(accelerator)
     job |= {key: value for key, value in os.environ.items() if key.startswith(STRATEGY_VARIABLES)}
-    program = about_program()
-    job |= program["versions"] | {key: program[key] for key in ("accel_ft", "git_commit")}
-    first, *others = every = watch.all_gather(job)
-    if None in [each["git_commit"] for each in every]:  # a machine without git
-        first |= {"git_commit": None}
-        others = [each | {"git_commit": None} for each in others]
+    job |= {name: version(name) for name in COMPUTE}
+    resumed = config.resume_from_checkpoint
+    job["resume_from_checkpoint"] = resumed if resumed in (None, "latest") else "a folder"
+    package = Path(__file__).parents[1]
+    code = b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))
+    job["code of accel_ft (SHA-256)"] = hashlib.sha256(code).hexdigest()
+    first, *others = watch.all_gather(job)
     faults = [
         f"{key}: {first.get(key)} on rank 0, {other.get(key)} on rank {rank}"
         for rank, other in enumerate(others, 1)
@@ -216,10 +223,17 @@ def _reads_padding(model: Any, split: Split, pad: Padding) -> bool:
     places = np.arange(min(len(split), PROBED_ROWS))
     places = places[np.argsort(split.lengths(places), kind="stable")]
     places = places[[0, len(places) // 8, len(places) // 4]]
+    lengths = split.lengths(places)
+    if lengths[0] == lengths[-1] or len(places) * lengths[-1] > PROBED_TOKENS:
+        return False
     model.eval()
-    with torch.no_grad():
-        together = forward(model, collate(split, places, pad))
-        alone = [forward(model, collate(split, place, pad)) for place in places[:, None]]
+    try:
+        with torch.no_grad():
+            together = forward(model, collate(split, places, pad))
+            alone = [forward(model, collate(split, place, pad)) for place in places[:, None]]
+    except Exception:  # on a CPU, where it need not run, for a warning alone
+        logger.debug("padding could not be tried", exc_info=True)
+        return False
     return not torch.allclose(torch.cat(alone), together, 1e-3, 1e-3, equal_nan=True)
 
 

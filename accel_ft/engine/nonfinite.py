@@ -40,9 +40,9 @@ def all_finite(run: Run, losses: list[torch.Tensor], grad_norm: torch.Tensor) ->
         grad_norm: of the whole update.
     """
     run.outcomes.append(_measure(run, losses, grad_norm))
-    # The newest one stays unread until the next update, where nothing due now needs it.
-    unread = 1 if _is_late(run) and not run.needs_outcome() else 0
-    while len(run.outcomes) > unread:
+    # The newest one stays unread until the next update, where nothing due now needs it: a signal,
+    # of which the ranks hear below, does.
+    while len(run.outcomes) > (1 if _is_late(run) and not run.needs_outcome() else 0):
         outcome = run.outcomes[0]
         if outcome.arrived is not None:
             outcome.arrived.synchronize()

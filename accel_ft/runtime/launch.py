@@ -88,31 +88,33 @@ def read_request() -> Request:
     file = args.config_file or (default_config_file if has_default else None)
     place = Path(folder, Path(file).expanduser()) if file else None
     yaml: Any = load_config_from_file(str(place)) if place else None
-    if yaml:
-        _refuse_unheard(str(file), yaml)
     words_say = "FSDP" if args.use_fsdp else "MULTI_GPU" if args.multi_gpu else None
+    kind = words_say or (str(yaml.distributed_type.value) if yaml else "NO")
+    if yaml and kind in ("NO", "MULTI_GPU", "FSDP"):  # others are refused as a whole
+        _refuse_unheard(str(file), yaml, kind)
     asked_precision = args.mixed_precision or (yaml and yaml.mixed_precision)
     return Request(
         file or "accelerate launch",
         args.num_processes or (yaml and yaml.num_processes),
         bool(args.cpu or yaml.use_cpu) if yaml else args.cpu or (False if words_say else None),
-        words_say or (str(yaml.distributed_type.value) if yaml else "NO"),
+        kind,
         str(asked_precision or "no"),
     )
 
 
-def _refuse_unheard(file: str, yaml: Any) -> None:
+def _refuse_unheard(file: str, yaml: Any, kind: str) -> None:
     """Stop where the YAML has a section, or a key in one, that accelerate passes over.
 
     Raises:
         LaunchError: naming it.
     """
-    kind = yaml.distributed_type.value
     options = vars(launch_command_parser().parse_args(["script"]))
     for section, keys in vars(yaml).items():
         if section in ("tpu_use_cluster", "downcast_bf16") and keys not in (None, False, "no"):
             raise LaunchError(f"{file}: {section}: {keys} is for TPUs. Fix: leave it out")
         if not isinstance(keys, dict) or not keys or section == "parallelism_config":
+            continue
+        if section == "fp8_config" and yaml.mixed_precision == "fp8":  # refused, too
             continue
         if section != "dynamo_config" and (section, kind) != ("fsdp_config", "FSDP"):
             raise LaunchError(
@@ -195,7 +197,8 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
     except ValueError as error:  # of what stands in the environment
         raise LaunchError(f"{request.source}: accelerate cannot start: {error}") from error
     except RuntimeError as error:
-        if int(os.environ.get("WORLD_SIZE") or 1) == 1:
+        is_device = isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError)
+        if is_device or int(os.environ.get("WORLD_SIZE") or 1) == 1:
             raise
         why = in_one_line(error).rstrip(".")
         raise LaunchError(
@@ -456,7 +459,7 @@ def _refuse_impossible(request: Request, on_cpu: bool) -> None:
          f"fsdp_sharding_strategy: {sharding}, which FSDP2 does not heed. "
          "Fix: leave it out; fsdp_reshard_after_forward: false is its SHARD_GRAD_OP"),
         (is_fsdp2 and (asks_fsdp("FORWARD_PREFETCH")
-                       or asks_fsdp("BACKWARD_PREFETCH", "backward_post")),
+                       or asks_fsdp("BACKWARD_PREFETCH", "backward_post", "no_prefetch")),
          "fsdp_forward_prefetch or fsdp_backward_prefetch, which FSDP2 does not heed. "
          "Fix: leave it out"),
         (is_fsdp2 and asks_fsdp("AUTO_WRAP_POLICY", "size_based_wrap"),

@@ -283,6 +283,7 @@ def test_tasks_of_srun_that_train_alone(
     ("lines", "message"),
     [
         ("fsdp_config: {fsdp_version: 2}", "fsdp_config is not heeded under .*MULTI_GPU. Fix"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}", ""),
         ("deepspeed_config: {zero_stage: 2}", "deepspeed_config is not heeded"),
         ("downcast_bf16: true", "downcast_bf16: True is for TPUs"),
         ("dynamo_config: {dynamo_backnd: INDUCTOR}", "no dynamo_backnd. .*`dynamo_backend`"),
@@ -311,26 +312,26 @@ def test_sections_of_the_yaml_that_nobody_heeds(
 
 
 def test_ranks_are_compared_by_what_decides_the_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files may lie elsewhere, and a machine need not have git."""
+    """Files may lie elsewhere, and trackers are rank 0's."""
     monkeypatch.setattr(build, "about_strategy", lambda _: {"mixed_precision": "bf16"})
-    program = {"accel_ft": "1", "git_commit": "abc", "versions": {"torch": "2"}}
-    monkeypatch.setattr(build, "about_program", lambda: program)
+    monkeypatch.setattr(build, "version", lambda name: "2")
     seen: list[Any] = []
 
     def compare(config: TrainConfig, **others: Any) -> None:
         def all_gather(mine: Any) -> list[Any]:
             seen.append(mine)
-            return [dict(seen[0]), mine | others]
+            return [seen[0], mine | others]
 
         build._check_same_job(config, None, SimpleNamespace(all_gather=all_gather))
 
     compare(TrainConfig(output_dir=Path("a"), train_file=__file__))
-    compare(TrainConfig(output_dir=Path("b"), train_file=launch.__file__), git_commit=None)
+    compare(TrainConfig(output_dir=Path("b"), train_file=launch.__file__, report_to="none"))
     for others, told in (
-        ({"git_commit": "abd"}, "git_commit: abc on rank 0, abd on rank 1$"),
+        ({"code of accel_ft (SHA-256)": "ab"}, "SHA-256.: [0-9a-f]{64} on rank 0, ab on rank 1$"),
+        ({"resume_from_checkpoint": "latest"}, "resume.*: None on rank 0, latest on rank 1$"),
         ({"torch": "3"}, "torch: 2 on rank 0, 3 on rank 1$"),
         ({"FSDP_VERSION": "2"}, "FSDP_VERSION: None on rank 0, 2 on rank 1$"),
-        (dict.fromkeys(program["versions"] | TrainConfig().model_dump(), 0), r"and \d+ more$"),
+        (dict.fromkeys(TrainConfig().model_dump(), 0), r"and \d+ more$"),
     ):
         with pytest.raises(ConfigError, match=told):
             compare(TrainConfig(), **others)
