@@ -424,6 +424,33 @@ def test_overflow_of_fp16_is_no_sickness(
     assert told == ["overflow"] * (finite and norm == float("inf"))
 
 
+def test_a_signal_has_the_newest_outcome_read_before_the_save(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where outcomes are read an update late: the ranks hear of the signal while they read the one before."""
+    monkeypatch.setattr(handling, "_is_late", lambda _: True)
+    monkeypatch.setattr(
+        handling,
+        "_measure",
+        lambda run, losses, norm: handling.Outcome(run.step, torch.stack([*losses, norm])),
+    )  # as on a CPU
+    run: Any = SimpleNamespace(
+        step=0, stop_signal=0, config=SimpleNamespace(on_nonfinite="stop"),
+        accelerator=SimpleNamespace(scaler=None, device=torch.device("cpu"), num_processes=1),
+        watch=SimpleNamespace(stage=lambda *_, **__: None, stop_signal=0, all_max=lambda *n: list(n)),
+        loss_sum=0.0, loss_weight=0.0, global_weight=lambda step: 1.0, newest_nonfinite=-1, outcomes=deque(),
+    )  # fmt: skip
+    run.needs_outcome = lambda: run.stop_signal > 0
+    assert handling.all_finite(run, [torch.tensor(2.0)], torch.tensor(1.0))
+    assert (run.loss_sum, len(run.outcomes)) == (0.0, 1)
+    run.step = 1
+    assert handling.all_finite(run, [torch.tensor(3.0)], torch.tensor(1.0))
+    assert (run.loss_sum, len(run.outcomes)) == (2.0, 1)
+    run.step, run.watch.stop_signal = 2, 15
+    assert not handling.all_finite(run, [torch.tensor(float("nan"))], torch.tensor(1.0))
+    assert run.loss_sum == 5.0
+
+
 @pytest.mark.parametrize("step", [6, 12])
 def test_a_signal_during_an_evaluation(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
