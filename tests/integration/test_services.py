@@ -274,11 +274,17 @@ def test_push_to_hub(
         assert 'pipeline("text-classification", model="me/x", truncation=True' in text
 
 
-def test_a_card_pushed_later_names_its_repository(words: list[str], hub: Hub) -> None:
+def test_a_card_pushed_later_names_its_repository(
+    words: list[str], tmp_path: Path, hub: Hub
+) -> None:
     train.main(words)
     push = ["--push_to_hub", "--hub_model_id", "me/x", "--resume_from_checkpoint", "latest"]
     train.main([*words, *push])
     assert 'pipeline("text-classification", model="me/x"' in hub.files["README.md"].decode()
+    card = tmp_path / "run/model/README.md"
+    card.write_text("# Mine")  # a user's own goes up as it is
+    train.main([*words, *push])
+    assert hub.files["README.md"] == b"# Mine"
 
 
 def test_no_repository_is_made_for_what_is_not_there(tmp_path: Path, hub: Hub) -> None:

@@ -430,6 +430,7 @@ def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         ("FSDP_ACTIVATION_CHECKPOINTING", "true", "Fix: leave it out; --gradient_checkpointing"),
         ("FSDP_FORWARD_PREFETCH", "true", "fsdp_forward_prefetch or"),
         ("FSDP_BACKWARD_PREFETCH", "BACKWARD_POST", "fsdp_backward_prefetch, which FSDP2 does not"),
+        ("FSDP_BACKWARD_PREFETCH", "NO_PREFETCH", "fsdp_backward_prefetch, which FSDP2 does not"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "asks for a parallelism_config"),
         ("ACCELERATE_USE_FSDP", "1", "takes the word true alone. Fix: ACCELERATE_USE_FSDP=true"),
     ],
