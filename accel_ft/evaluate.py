@@ -30,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     from accel_ft.checkpoint.open import open_classifier
     from accel_ft.data.loader import Padding
     from accel_ft.data.splits import load_eval_split
-    from accel_ft.engine.evaluation import evaluate, make_eval_loader, refuse_other_rows
+    from accel_ft.engine.agreement import refuse_other_rows
+    from accel_ft.engine.evaluation import evaluate, make_eval_loader
     from accel_ft.runtime.files import to_json
     from accel_ft.runtime.launch import make_accelerator
     from accel_ft.runtime.logging import setup_logging
@@ -69,8 +70,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         split.stop = min(split.stop, config.max_eval_samples or split.stop)
     if is_cut_off and run is not None:
         split.warn_if_trained_on(read_receipt(run)["data"]["train"])
-    pad = Padding(opened.tokenizer, max_seq_length, accelerator.device)
-    loader = make_eval_loader(accelerator, split, config.per_device_eval_batch_size, pad)
+    loader = make_eval_loader(
+        accelerator,
+        split,
+        config.per_device_eval_batch_size,
+        Padding(opened.tokenizer, max_seq_length, accelerator.device),
+    )
     scores, logits = evaluate(
         accelerator, opened.model, loader, split, opened.label_names, thresholds=opened.thresholds
     )

@@ -1,12 +1,8 @@
 """A configuration -> the parts of a run."""
 
-import hashlib
 import logging
 import math
-import os
 from functools import partial
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +11,12 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 
-from accel_ft.config import FILE_KEYS, IDENTITY_KEYS, TrainConfig
+from accel_ft.config import IDENTITY_KEYS, TrainConfig
 from accel_ft.data.loader import Batches, Padding, collate, train_places
 from accel_ft.data.plan import Plan
 from accel_ft.data.splits import Split, Splits, class_weights, load_splits
-from accel_ft.engine.evaluation import make_eval_loader, refuse_other_rows
+from accel_ft.engine.agreement import refuse_other_jobs, refuse_other_rows
+from accel_ft.engine.evaluation import make_eval_loader
 from accel_ft.engine.fitting import DEFAULT_GLOBAL_BATCH_SIZE, fit_micro_batch, longest
 from accel_ft.engine.graphs import Graphs, can_record
 from accel_ft.engine.run import Run
@@ -44,7 +41,6 @@ from accel_ft.runtime.launch import (
     refuse_cuda_graphs,
 )
 from accel_ft.runtime.logging import EventLog
-from accel_ft.runtime.receipt import about_strategy
 from accel_ft.runtime.trackers import Trackers
 from accel_ft.runtime.watch import Watch
 
@@ -58,13 +54,6 @@ NEEDS = {  # keys that do nothing without one of others
     **dict.fromkeys(("hub_model_id", "hub_private_repo"), ("push_to_hub",)),
     "lr_reference_batch_size": ("lr_scaling",),
 }
-OF_ONE_MACHINE = FILE_KEYS | {  # keys that may differ from machine to machine, or are rank 0's
-    "model_name_or_path", "dataset_name", "output_dir", "resume_from_checkpoint", "reproduce",
-    "dataloader_num_workers", "report_to", "push_to_hub", "hub_model_id", "hub_private_repo",
-}  # fmt: skip
-COMPUTE = ("torch", "accelerate", "transformers", "numpy")  # libraries that make the numbers
-STRATEGY_VARIABLES = ("FSDP_", "ACCELERATE_DYNAMO_")
-MOST_FAULTS = 10
 # Of a probe that runs on a CPU, maybe on one thread of it.
 PROBED_ROWS, PROBED_TOKENS, PROBED_PARAMETERS = 1000, 600, 5 * 10**8
 IDLE_UNDER = (  # key, and the values of another under which it does nothing
@@ -80,7 +69,7 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     if is_fsdp and not accelerator.is_fsdp2 and config.lora_r is not None:
         raise ConfigError(f"lora_r={config.lora_r}: FSDP1 cannot save adapters alone. Fix: FSDP2")
     if accelerator.num_processes > 1:
-        _check_same_job(config, accelerator, watch)
+        refuse_other_jobs(config, accelerator, watch)
     folder = load.resolve(config.model_name_or_path)
     tokenizer = load.load_tokenizer(folder)
     base = load.load_model_config(folder)
@@ -159,36 +148,6 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
         trackers=trackers,
         graphs=_graphs(config, accelerator, model, pad, splits.train),
     )
-
-
-def _check_same_job(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> None:
-    """Refuse ranks of different jobs: each machine has its own command, files and environment.
-    Collective.
-
-    Raises:
-        ConfigError: naming what differs, and where.
-    """
-    job = config.model_dump(mode="json", exclude=OF_ONE_MACHINE) | about_strategy(accelerator)
-    job |= {key: value for key, value in os.environ.items() if key.startswith(STRATEGY_VARIABLES)}
-    job |= {name: version(name) for name in COMPUTE}
-    resumed = config.resume_from_checkpoint
-    job["resume_from_checkpoint"] = resumed if resumed in (None, "latest") else "a folder"
-    package = Path(__file__).parents[1]
-    code = b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))
-    job["code of accel_ft (SHA-256)"] = hashlib.sha256(code).hexdigest()
-    first, *others = watch.all_gather(job)
-    faults = [
-        f"{key}: {first.get(key)} on rank 0, {other.get(key)} on rank {rank}"
-        for rank, other in enumerate(others, 1)
-        for key in sorted(first | other)
-        if first.get(key) != other.get(key)
-    ]
-    if faults:
-        many = f"\n  and {len(faults) - MOST_FAULTS} more" if len(faults) > MOST_FAULTS else ""
-        raise ConfigError(
-            "the ranks were started for different jobs. Fix: the same command, files, environment "
-            "and versions on every machine\n  " + "\n  ".join(faults[:MOST_FAULTS]) + many
-        )
 
 
 def _graphs(

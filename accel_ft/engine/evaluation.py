@@ -19,31 +19,11 @@ from accel_ft.config import DataConfig
 from accel_ft.data.loader import Batches, Padding, make_loader
 from accel_ft.data.splits import Split, Splits
 from accel_ft.engine.step import forward
-from accel_ft.errors import DataError
 from accel_ft.runtime.files import write_whole
 
 logger = logging.getLogger(__name__)
 
 MISTAKES = 100
-
-
-def refuse_other_rows(fingerprints: list[dict[str, str]]) -> None:
-    """Refuse ranks that read different rows.
-
-    Args:
-        fingerprints: of the splits by name, of each rank.
-
-    Raises:
-        DataError: naming the split, and a rank that reads others than rank 0.
-    """
-    first = fingerprints[0]
-    for rank, others in enumerate(fingerprints):
-        for name in sorted(first | others):
-            if first.get(name) != others.get(name):
-                raise DataError(
-                    f"rank {rank} reads other {name} rows than rank 0. "
-                    "Fix: the same files on every machine"
-                )
 
 
 def make_eval_loader(

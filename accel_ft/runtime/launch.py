@@ -90,9 +90,10 @@ def read_request() -> Request:
     yaml: Any = load_config_from_file(str(place)) if place else None
     words_say = "FSDP" if args.use_fsdp else "MULTI_GPU" if args.multi_gpu else None
     kind = words_say or (str(yaml.distributed_type.value) if yaml else "NO")
-    if yaml and kind in ("NO", "MULTI_GPU", "FSDP"):  # others are refused as a whole
-        _refuse_unheard(str(file), yaml, kind)
     asked_precision = args.mixed_precision or (yaml and yaml.mixed_precision)
+    # Others are refused as a whole.
+    if yaml and kind in ("NO", "MULTI_GPU", "FSDP") and asked_precision != "fp8":
+        _refuse_unheard(str(file), yaml, kind)
     return Request(
         file or "accelerate launch",
         args.num_processes or (yaml and yaml.num_processes),
@@ -113,8 +114,6 @@ def _refuse_unheard(file: str, yaml: Any, kind: str) -> None:
         if section in ("tpu_use_cluster", "downcast_bf16") and keys not in (None, False, "no"):
             raise LaunchError(f"{file}: {section}: {keys} is for TPUs. Fix: leave it out")
         if not isinstance(keys, dict) or not keys or section == "parallelism_config":
-            continue
-        if section == "fp8_config" and yaml.mixed_precision == "fp8":  # refused, too
             continue
         if section != "dynamo_config" and (section, kind) != ("fsdp_config", "FSDP"):
             raise LaunchError(
@@ -198,7 +197,7 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
         raise LaunchError(f"{request.source}: accelerate cannot start: {error}") from error
     except RuntimeError as error:
         is_device = isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError)
-        if is_device or int(os.environ.get("WORLD_SIZE") or 1) == 1:
+        if is_device or _world_size() == 1:
             raise
         why = in_one_line(error).rstrip(".")
         raise LaunchError(
@@ -242,7 +241,7 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
 def _meeting() -> Iterator[None]:
     """While the ranks wait for each other: end where the launcher does, and say that one waits."""
     launcher, started, met = own_launcher(), time.monotonic(), threading.Event()
-    tells = int(os.environ.get("WORLD_SIZE") or 1) > 1 and os.environ.get("RANK") == "0"
+    tells = _world_size() > 1 and os.environ.get("RANK") == "0"
 
     def look() -> None:
         is_told = not tells
@@ -259,6 +258,11 @@ def _meeting() -> Iterator[None]:
         yield
     finally:
         met.set()
+
+
+def _world_size() -> int:
+    """How many ranks the environment says there are."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def _meeting_place() -> str:
@@ -422,7 +426,7 @@ def _refuse_impossible(request: Request, on_cpu: bool) -> None:
          "FSDP, for which accelerate takes the word true alone. Fix: ACCELERATE_USE_FSDP=true"),
         (kind == "FSDP" and request.source == ENVIRONMENT and "RANK" not in os.environ,
          "FSDP, but no launcher started this process. Fix: accelerate launch, or torchrun"),
-        (kind != "FSDP" and int(os.environ.get("WORLD_SIZE") or 1) > 1 and not compiles_layers()
+        (kind != "FSDP" and _world_size() > 1 and not compiles_layers()
          and is_compiled() and parse_flag_from_env("ACCELERATE_DYNAMO_USE_FULLGRAPH"),
          "dynamo_use_fullgraph under DDP, whose forward pass dynamo cannot trace. Fix: false"),
         (_is_true("ACCELERATE_USE_DEEPSPEED") or _is_true("ACCELERATE_USE_MEGATRON_LM"),

@@ -41,9 +41,7 @@ TICK_SECONDS = 0.5
 GRACE_SECONDS = 2.0  # in which the main thread may notice another rank's end, and clean up
 SILENCE_SECONDS = 30.0  # of a rank on another machine: a shared file system may lag
 SAME_BIRTH_SECONDS = 5.0  # a process number used again is of a process born later
-SHARED_SECONDS = (
-    60.0  # in which what one machine writes is seen by the others: NFS caches that long
-)
+SHARED_SECONDS = 60.0  # in which others see what one machine writes: NFS caches so long
 PATIENCE = timedelta(days=7)
 
 

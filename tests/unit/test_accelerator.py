@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate.utils import DistributedType
@@ -20,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 from accel_ft.config import TrainConfig
-from accel_ft.engine import build, evaluation
+from accel_ft.engine import agreement, build, evaluation
 from accel_ft.errors import ConfigError, LaunchError
 from accel_ft.model.memory import _container_bytes
 from accel_ft.model.optim import allocate_state
@@ -262,6 +263,13 @@ def test_ranks_that_do_not_meet(
     with pytest.raises(LaunchError, match="meet at HOST0:29500: .* 1/2 clients joined. Fix: start"):
         launch.make_accelerator()
     assert "waiting for the other ranks at HOST0:29500" in caplog.text
+
+    def lack_memory(**_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(launch, "Accelerator", lack_memory)
+    with pytest.raises(torch.OutOfMemoryError):  # which has nothing to do with the others
+        launch.make_accelerator()
     monkeypatch.setenv("WORLD_SIZE", "two")
     with pytest.raises(LaunchError, match="the environment: .* invalid literal .*'two'"):
         launch.make_accelerator()
@@ -283,6 +291,7 @@ def test_tasks_of_srun_that_train_alone(
     ("lines", "message"),
     [
         ("fsdp_config: {fsdp_version: 2}", "fsdp_config is not heeded under .*MULTI_GPU. Fix"),
+        ("mixed_precision: fp8\nfp8_config: {backend: TE}", ""),  # refused as fp8 is
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}", ""),
         ("deepspeed_config: {zero_stage: 2}", "deepspeed_config is not heeded"),
         ("downcast_bf16: true", "downcast_bf16: True is for TPUs"),
@@ -307,14 +316,18 @@ def test_sections_of_the_yaml_that_nobody_heeds(
     if not message:
         launch.read_request()
         return
+    if "fsdp_version" in lines:  # by the command it is heeded
+        monkeypatch.setattr(launch, "find_launcher", lambda: (["--use_fsdp", *words], "/"))
+        assert launch.read_request().distributed_type == "FSDP"
+        monkeypatch.setattr(launch, "find_launcher", lambda: (words, "/"))
     with pytest.raises(LaunchError, match=message):
         launch.read_request()
 
 
 def test_ranks_are_compared_by_what_decides_the_curve(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files may lie elsewhere, and trackers are rank 0's."""
-    monkeypatch.setattr(build, "about_strategy", lambda _: {"mixed_precision": "bf16"})
-    monkeypatch.setattr(build, "version", lambda name: "2")
+    monkeypatch.setattr(agreement, "about_strategy", lambda _: {"mixed_precision": "bf16"})
+    monkeypatch.setattr(agreement, "version", lambda name: "2")
     seen: list[Any] = []
 
     def compare(config: TrainConfig, **others: Any) -> None:
@@ -322,7 +335,7 @@ def test_ranks_are_compared_by_what_decides_the_curve(monkeypatch: pytest.Monkey
             seen.append(mine)
             return [seen[0], mine | others]
 
-        build._check_same_job(config, None, SimpleNamespace(all_gather=all_gather))
+        agreement.refuse_other_jobs(config, None, SimpleNamespace(all_gather=all_gather))
 
     compare(TrainConfig(output_dir=Path("a"), train_file=__file__))
     compare(TrainConfig(output_dir=Path("b"), train_file=launch.__file__, report_to="none"))
@@ -599,6 +612,31 @@ def test_the_interfaces_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none_of_that_name")
     with pytest.raises(RuntimeError, match="none_of_that_name"):
         gloo._devices(dist.ProcessGroupGloo)
+
+
+def test_a_probe_of_padding_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there for a warning: it does not take minutes, and fails nothing."""
+    seen: list[int] = []
+
+    def forward(_: object, batch: list[int]) -> torch.Tensor:
+        seen.append(len(batch))
+        raise RuntimeError("wants a GPU")
+
+    monkeypatch.setattr(build, "forward", forward)
+    monkeypatch.setattr(build, "collate", lambda split, places, pad: list(places))
+
+    def probe(*lengths: int) -> int:
+        seen.clear()
+        split: Any = np.array(lengths).view(
+            type("Split", (np.ndarray,), {"lengths": np.ndarray.__getitem__})
+        )
+        assert not build._reads_padding(nn.Linear(1, 1), split, None)  # type: ignore[arg-type]
+        return len(seen)
+
+    assert probe(*[5] * 8, *[9] * 8) == 0  # the shortest have one length
+    assert probe(*range(5, 21)) == 1
+    assert probe(*range(180, 196)) == 1
+    assert probe(*range(300, 316)) == 0
 
 
 def test_logits_that_the_next_batch_overwrites(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,73 @@
+"""What all ranks must agree on. Each machine has its own command, files and environment: with
+another learning rate, or other rows, replicas would part without a word.
+"""
+
+import hashlib
+import os
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from accel_ft.config import FILE_KEYS, TrainConfig
+from accel_ft.errors import ConfigError, DataError
+from accel_ft.runtime.receipt import about_strategy
+from accel_ft.runtime.watch import Watch
+
+PACKAGE = Path(__file__).parents[1]
+OF_ONE_MACHINE = FILE_KEYS | {  # keys that may differ from machine to machine, or are rank 0's
+    "model_name_or_path", "dataset_name", "output_dir", "resume_from_checkpoint", "reproduce",
+    "dataloader_num_workers", "report_to", "push_to_hub", "hub_model_id", "hub_private_repo",
+}  # fmt: skip
+COMPUTE = ("torch", "accelerate", "transformers", "numpy")  # libraries that make the numbers
+STRATEGY_VARIABLES = ("FSDP_", "ACCELERATE_DYNAMO_")
+MOST_FAULTS = 10
+
+
+def refuse_other_jobs(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> None:
+    """Refuse ranks with another configuration, strategy, environment or code than rank 0.
+    Collective.
+
+    Raises:
+        ConfigError: naming what differs, and where.
+    """
+    job = config.model_dump(mode="json", exclude=OF_ONE_MACHINE) | about_strategy(accelerator)
+    job |= {key: value for key, value in os.environ.items() if key.startswith(STRATEGY_VARIABLES)}
+    job |= {name: version(name) for name in COMPUTE}
+    resumed = config.resume_from_checkpoint
+    job["resume_from_checkpoint"] = resumed if resumed in (None, "latest") else "a folder"
+    code = b"".join(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py")))
+    job["code of accel_ft (SHA-256)"] = hashlib.sha256(code).hexdigest()
+    first, *others = watch.all_gather(job)
+    faults = [
+        f"{key}: {first.get(key)} on rank 0, {other.get(key)} on rank {rank}"
+        for rank, other in enumerate(others, 1)
+        for key in sorted(first | other)
+        if first.get(key) != other.get(key)
+    ]
+    if faults:
+        many = f"\n  and {len(faults) - MOST_FAULTS} more" if len(faults) > MOST_FAULTS else ""
+        raise ConfigError(
+            "the ranks were started for different jobs. Fix: the same command, files, environment "
+            "and versions on every machine\n  " + "\n  ".join(faults[:MOST_FAULTS]) + many
+        )
+
+
+def refuse_other_rows(fingerprints: list[dict[str, Any]]) -> None:
+    """Refuse ranks that read other rows than rank 0.
+
+    Args:
+        fingerprints: of the splits by name, of each rank.
+
+    Raises:
+        DataError: naming the split, and a rank.
+    """
+    first = fingerprints[0]
+    for rank, others in enumerate(fingerprints):
+        for name in sorted(first | others):
+            if first.get(name) != others.get(name):
+                raise DataError(
+                    f"rank {rank} reads other {name} rows than rank 0. "
+                    "Fix: the same files on every machine"
+                )
