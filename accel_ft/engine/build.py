@@ -20,7 +20,7 @@ from accel_ft.engine.evaluation import make_eval_loader
 from accel_ft.engine.fitting import DEFAULT_GLOBAL_BATCH_SIZE, fit_micro_batch, longest
 from accel_ft.engine.graphs import Graphs, can_record
 from accel_ft.engine.run import Run
-from accel_ft.engine.step import forward, unreached
+from accel_ft.engine.step import INPUTS, forward, unreached
 from accel_ft.errors import ConfigError, LaunchError, nearest
 from accel_ft.model import load
 from accel_ft.model.embedding import make_sparse, tied_modules
@@ -176,20 +176,26 @@ def _warn_of_other_labels(config: TrainConfig, names: list[str], known: list[str
 
 
 def _reads_padding(model: Any, split: Split, pad: Padding) -> bool:
-    """Whether logits of some short rows are others beside a longer one than alone: FNet's have no
+    """Whether logits of some rows are others in a batch than alone, without padding: FNet's have no
     mask, ConvBERT, CANINE and others heed theirs in some layers only.
     """
     places = np.arange(min(len(split), PROBED_ROWS))
     places = places[np.argsort(split.lengths(places), kind="stable")]
-    places = places[[0, len(places) // 8, len(places) // 4]]
+    places = places[[len(places) // 4, len(places) // 3, len(places) // 2]]
     lengths = split.lengths(places)
-    if lengths[0] == lengths[-1] or len(places) * lengths[-1] > PROBED_TOKENS:
+    if len(places) * lengths[-1] > PROBED_TOKENS:
         return False
+    batch = collate(split, places, pad)
+    batch = {name: tensor for name, tensor in batch.items() if name in INPUTS}
+    ends = [slice(-size, None) if pad.left else slice(size) for size in lengths]
     model.eval()
     try:
         with torch.no_grad():
-            together = forward(model, collate(split, places, pad))
-            alone = [forward(model, collate(split, place, pad)) for place in places[:, None]]
+            together = forward(model, batch)
+            alone = [
+                forward(model, {name: tensor[[row], end] for name, tensor in batch.items()})
+                for row, end in enumerate(ends)
+            ]
     except Exception:  # on a CPU, where it need not run, for a warning alone
         logger.debug("padding could not be tried", exc_info=True)
         return False

@@ -196,7 +196,7 @@ def architectures() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", ["FNet", "ConvBert", "Nystromformer", "Bert"])
+@pytest.mark.parametrize("kind", ["FNet", "ConvBert", "Nystromformer", "Canine", "Bert"])
 def test_a_model_that_reads_padding_is_told(
     kind: str, words: list[str], tmp_path: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
