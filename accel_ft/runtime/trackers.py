@@ -68,7 +68,7 @@ class Trackers:
             "tensorboard": {"purge_step": step + 1 if step else None},
         }
         try:
-            project = os.environ.get("WANDB_PROJECT") or "accel_ft"
+            project = os.environ.get("WANDB_PROJECT", "accel_ft")
             self.accelerator.init_trackers(project, settings, options)
         except Exception as error:  # other people's services fail in any way
             self.accelerator.trackers = []  # some have not begun, and cannot be closed

@@ -143,7 +143,8 @@ events = open(folder + "/metrics.jsonl", "w", buffering=1)
 rate = float(keys["learning_rate"])
 for step in range(1, 9):
     score = rate - step / 1000
-    events.write(json.dumps({"event": "eval", "step": step, "eval_accuracy": score}) + "\\n")
+    told = None if "NO_NUMBERS" in os.environ else score
+    events.write(json.dumps({"event": "eval", "step": step, "eval_accuracy": told}) + "\\n")
     time.sleep(0 if rate > 0.5 else 0.3)
 score = None if "NO_NUMBER" in os.environ else score
 events.write(json.dumps({"event": "end", "step": 8, "eval_accuracy": score}) + "\\n")
@@ -222,6 +223,15 @@ def test_a_search_stops_what_is_worse_than_the_median(search_of_stand_ins) -> No
     for other in ("learning_rate: [0.1, 0.5, 0.9]\n", "weight_decay: [0.1]\n"):
         with pytest.raises(ConfigError, match="=.*: was .* in the trials of"):
             search_of_stand_ins(other, "--num_trials", "13")
+
+
+def test_an_evaluation_that_is_no_number_is_worse_than_none(
+    search_of_stand_ins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search_of_stand_ins("learning_rate: {low: 0.6, high: 0.7}\n", "--num_trials", "5")
+    monkeypatch.setenv("NO_NUMBERS", "1")
+    study = search_of_stand_ins("learning_rate: {low: 0.4, high: 0.5}\n", "--num_trials", "6")
+    assert states(study) == ["COMPLETE"] * 6
 
 
 def test_a_search_of_another_job(search_of_stand_ins, tmp_path: Path) -> None:
