@@ -23,6 +23,7 @@ DOCTOR = "`-m accel_ft.doctor` in place of `-m accel_ft.train` finds what is wro
 LONGEST = 500  # characters of a library's message, or of a value, that are told
 EXIT_USER_ERROR = 2
 EXIT_PREEMPTED = 75
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # that end a run
 PARENT = "ACCEL_FT_PARENT"  # variable, for a process that starts itself anew
 parent: tuple[int, list[str]]  # this process's, as it was at the start, and its command line
 

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from accel_ft.data.loader import Padding
     from accel_ft.data.splits import load_eval_split
     from accel_ft.engine.agreement import refuse_other_rows
-    from accel_ft.engine.evaluation import evaluate, make_eval_loader
+    from accel_ft.engine.evaluation import evaluate_split, make_eval_loader
     from accel_ft.runtime.files import to_json
     from accel_ft.runtime.launch import make_accelerator
     from accel_ft.runtime.logging import setup_logging
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         config.per_device_eval_batch_size,
         Padding(opened.tokenizer, max_seq_length, accelerator.device),
     )
-    scores, logits = evaluate(
+    scores, logits = evaluate_split(
         accelerator, opened.model, loader, split, opened.label_names, thresholds=opened.thresholds
     )
     if not np.isfinite(logits).all():  # the argmax of NaN is the first label: it says nothing

@@ -20,7 +20,7 @@ LAUNCH_OPTIONS = (
     "mixed_precision", "num_processes", "num_machines", "config_file", "cpu", "multi_gpu",
     "dynamo_backend", "main_process_port", "use_fsdp", "gpu_ids",
 )  # fmt: skip
-ELSEWHERE = dict.fromkeys(LAUNCH_OPTIONS, "It is one of `accelerate launch`, before -m") | {
+KNOWN_ELSEWHERE = dict.fromkeys(LAUNCH_OPTIONS, "It is one of `accelerate launch`, before -m") | {
     "bf16": "Fix: --mixed_precision bf16 before -m, or accelerate's YAML; for false leave it out",
     "fp16": "Fix: --mixed_precision fp16 before -m, or accelerate's YAML; for false leave it out",
     "torch_compile": "Fix: --dynamo_backend inductor before -m, or accelerate's YAML",
@@ -115,8 +115,8 @@ def parse(
 
 def meant(key: str, known: Collection[str]) -> str:
     """Return what to say of a key that is not `known`."""
-    if key in ELSEWHERE:
-        return f" {ELSEWHERE[key]}"
+    if key in KNOWN_ELSEWHERE:
+        return f" {KNOWN_ELSEWHERE[key]}"
     return nearest(key, known) or " --help names the keys"
 
 

@@ -106,7 +106,7 @@ def fit(config: TrainConfig) -> None:
                 raise
         events = list(read_events(run.events.path)) if is_main else []
         if is_main and _lacks_card(config):
-            _describe(config, run.splits.label_names, events)
+            _write_card_and_report(config, run.splits.label_names, events)
         watch.barrier()
     if is_main:
         _finish(config, events)
@@ -158,7 +158,9 @@ def _lacks_card(config: TrainConfig) -> bool:
     return is_own and config.push_to_hub
 
 
-def _describe(config: TrainConfig, label_names: list[str], events: list[dict[str, Any]]) -> None:
+def _write_card_and_report(
+    config: TrainConfig, label_names: list[str], events: list[dict[str, Any]]
+) -> None:
     """Write model card and report of a run that ended."""
     from accel_ft.reporting.record import results
     from accel_ft.reporting.report import write_report

@@ -13,7 +13,7 @@ from accel_ft.checkpoint import convert, state, transaction
 from accel_ft.errors import CheckpointError
 from accel_ft.model import adapters, load
 from accel_ft.model.first_token import compute_first_token_only
-from accel_ft.runtime.launch import is_compiled
+from accel_ft.runtime.compiled import is_compiled
 from accel_ft.runtime.logging import read_events
 
 logger = logging.getLogger(__name__)

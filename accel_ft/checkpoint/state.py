@@ -28,12 +28,11 @@ logger = logging.getLogger(__name__)
 TRAINER_STATE = "trainer_state.json"
 NO_SEED = 2**62 + 1  # of no run: keys fit 32 bits
 RUN_STATE = (  # a run's own, by name
-    "step", "loss_weight", "best", "num_worse", "eval_is_due", "num_nonfinite", "newest_nonfinite",
-    "passed_over",
+    "step", "best", "num_worse", "eval_is_due", "num_nonfinite", "newest_nonfinite", "passed_over",
 )  # fmt: skip
 TRAINER_STATE_KEYS = {
-    *RUN_STATE, "num_processes", "device", "devices", "identity", "loss_sums", "validation_data",
-    "mixed_precision", "accumulation_steps",
+    *RUN_STATE, "num_processes", "device", "devices", "identity", "loss_sums", "loss_weight",
+    "validation_data", "mixed_precision", "accumulation_steps",
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from accel_ft.data.plan import Ids, Plan, eval_batches
 from accel_ft.data.splits import Split
-from accel_ft.runtime.launch import STOP_SIGNALS
+from accel_ft.errors import STOP_SIGNALS
 
 Batch = dict[str, torch.Tensor]
 

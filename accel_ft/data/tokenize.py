@@ -45,7 +45,7 @@ KEYS = {
     "max_seq_length",
 }  # fmt: skip
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
-ELSEWHERE = {"name_or_path", "is_local", "local_files_only", "model_max_length"}  # or its cut
+WITHOUT_EFFECT = {"name_or_path", "is_local", "local_files_only", "model_max_length"}  # or its cut
 ROWS_AT_ONCE = 1000  # a fast tokenizer spreads each call over the cores
 
 
@@ -194,7 +194,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
         settings = [
             f"{key}: {value}"
             for key, value in sorted(tokenizer.init_kwargs.items())
-            if not (value is None or key in ELSEWHERE or key.endswith("_file"))
+            if not (value is None or key in WITHOUT_EFFECT or key.endswith("_file"))
         ]
         state = [sorted(tokenizer.get_vocab().items()), settings, files]
     names = sorted(tokenizer.model_input_names)  # whether pairs have types

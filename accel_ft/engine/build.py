@@ -33,13 +33,13 @@ from accel_ft.model.optim import (
 )
 from accel_ft.model.plain import plain_model
 from accel_ft.runtime import fsdp
-from accel_ft.runtime.launch import (
+from accel_ft.runtime.compiled import (
     can_record_compiled,
-    check_granted,
     compiles_each_width,
     is_compiled,
     refuse_cuda_graphs,
 )
+from accel_ft.runtime.launch import check_granted
 from accel_ft.runtime.logging import EventLog
 from accel_ft.runtime.trackers import Trackers
 from accel_ft.runtime.watch import Watch
@@ -214,9 +214,11 @@ def _build_model(
     """Return the model, prepared, how many of its parameters are frozen and trained, the optimizer,
     prepared, and the schedule.
     """
-    model, drawn = plain_model(config, accelerator.device, splits.label_names, tokenizer)
-    if drawn:
-        logger.info("newly initialized (or loaded with a checkpoint): %s", ", ".join(drawn))
+    model, new_parameters = plain_model(config, accelerator.device, splits.label_names, tokenizer)
+    if new_parameters:
+        logger.info(
+            "newly initialized (or loaded with a checkpoint): %s", ", ".join(new_parameters)
+        )
     counts = [0, 0]
     for parameter in model.parameters():  # now: of FSDP1's, each rank sees a share only
         counts[parameter.requires_grad] += parameter.numel()

@@ -80,7 +80,7 @@ def predict_split(
     return ledger
 
 
-def evaluate(
+def evaluate_split(
     accelerator: Accelerator,
     model: nn.Module,
     loader: Any,

@@ -39,7 +39,7 @@ def update(run: Run) -> None:
             losses.append(run.graphs(partial(forward_backward, run), batch, scale))
         if accelerator.device.type == "cpu":
             fill_gradient(model)  # the word embedding's is sparse, and AdamW wants a dense one
-        run.padded_tokens += batch["input_ids"].numel()
+        run.meter.padded_tokens += batch["input_ids"].numel()
     grad_norm = clip(accelerator, model, optimizer, run.config.max_grad_norm or float("inf"))
     healthy = all_finite(run, losses, grad_norm)  # on every rank, before the weights move
     if healthy:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import distributed as dist
 
 from accel_ft.checkpoint import state, transaction
+from accel_ft.engine.resume import resume
 from accel_ft.engine.run import Run
 from accel_ft.errors import UserError
 
@@ -62,8 +63,8 @@ def all_finite(run: Run, losses: list[torch.Tensor], grad_norm: torch.Tensor) ->
                     "halved", outcome.step + 1, scale,
                 )  # fmt: skip
                 run.events.write("overflow", step=outcome.step + 1, loss_scale=scale)
-            run.loss_sum += math.fsum(sums)
-            run.loss_weight += run.global_weight(outcome.step)
+            run.meter.loss_sum += math.fsum(sums)
+            run.meter.loss_weight += run.global_weight(outcome.step)
             if outcome.step > run.newest_nonfinite:
                 run.num_nonfinite = 0
         elif outcome.step == run.step or run.config.on_nonfinite != "skip":
@@ -184,7 +185,7 @@ def _roll_back(run: Run, sick_step: int) -> None:
         transaction.remove_leftovers(run.checkpoints, later)
     kept = run.num_nonfinite, run.newest_nonfinite, [*run.passed_over, *left_out]
     run.outcomes.clear()
-    run.resume(folder)
+    resume(run, folder)
     run.num_nonfinite, run.newest_nonfinite, run.passed_over = kept
     run.events.rewind(run.step, run.eval_is_due, run.passed_over)
     without = " and ".join(str(step + 1) for step in sorted(left_out))

@@ -23,8 +23,9 @@ from accel_ft.config import TrainConfig
 from accel_ft.data.loader import Batches, make_loader
 from accel_ft.data.plan import Plan
 from accel_ft.data.splits import Split, Splits
-from accel_ft.engine.evaluation import evaluate
+from accel_ft.engine.evaluation import evaluate_split
 from accel_ft.engine.graphs import Graphs
+from accel_ft.engine.meter import Meter
 from accel_ft.errors import CheckpointError, Preempted
 from accel_ft.model import adapters
 from accel_ft.runtime.logging import TERMINAL, EventLog, progress_bar
@@ -86,15 +87,7 @@ class Run:
     logits_step: int = -1
     thresholds: NDArray[np.float64] | None = None
     """Of several labels, in the end: the probability from which each counts, [C]."""
-    loss_sum: float = 0.0
-    """This rank's sum of weighted losses since the last train event."""
-    loss_weight: float = 0.0
-    """Weight of all ranks' losses since then."""
-    timed_samples: int = 0
-    timed_tokens: int = 0
-    padded_tokens: int = 0
-    """This rank's tokens since then, padding included."""
-    timed_since: float = 0.0
+    meter: Meter = field(default_factory=Meter)
     bar: Any = None
     loader: Any = None
     batches: Any = None
@@ -141,7 +134,7 @@ class Run:
                 self.profiler.start()
         self._leave_loader()
         self.bar.n = self.step
-        self._restart_clock()
+        self.meter.restart_clock()
         if self.eval_is_due:
             self.evaluate()
         start = self.step * self.num_micro_batches
@@ -171,76 +164,6 @@ class Run:
         self.graphs = Graphs()  # with the memory of those that there were
         self.publisher.shutdown()  # waits for what it has begun
 
-    def resume(self, folder: Path) -> None:
-        """Continue from a verified checkpoint. Collective."""
-        saved = state.read_trainer_state(folder)
-        here, there = self.identity, saved["identity"]
-        if saved["step"] < self.num_steps:  # else no update is left that it would change
-            here = here | {"mixed_precision": self.accelerator.mixed_precision}
-            there = there | {"mixed_precision": saved["mixed_precision"]}
-        state.check_same_run(folder, there, here, self.config.allow_changed)
-        groups = self.scheduler.optimizer.param_groups
-        fresh = [{key: group[key] for key in ("initial_lr", "weight_decay")} for group in groups]
-        devices = self.watch.all_gather(self.accelerator.device.index or 0)
-        state.load(self.accelerator, folder, saved, self.config.seed, devices)
-        # What was recorded multiplies by the loss scale of before.
-        graphs = self.graphs
-        self.graphs = Graphs(graphs.parameters, graphs.most_tokens, graphs.adds)
-        for name in state.RUN_STATE:
-            setattr(self, name, saved[name])
-        # What allow_changed lets differ, and a schedule over more updates, hold from here on.
-        lambdas = zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True)
-        rates = [base * factor(self.step) for base, factor in lambdas]
-        vars(self.scheduler).update(last_epoch=self.step, _step_count=self.step + 1, _last_lr=rates)
-        groups = self.scheduler.optimizer.param_groups
-        for group, settings, rate in zip(groups, fresh, rates, strict=True):
-            group.update(settings, lr=rate)
-        self.saved_step = self.step
-        self._tell_what_differs(saved)
-        self._forget_stale_best(saved["validation_data"])
-        sums, rank = saved["loss_sums"], self.accelerator.process_index
-        if len(sums) == self.accelerator.num_processes:
-            self.loss_sum = sums[rank]
-        else:
-            self.loss_sum = math.fsum(sums) if rank == 0 else 0.0
-
-    def _tell_what_differs(self, saved: dict[str, Any]) -> None:
-        parts, before = self.accumulation_steps, saved["accumulation_steps"]
-        if parts != before and saved["num_processes"] == self.accelerator.num_processes:
-            logger.info(
-                "an update had %d micro-batches per rank, now it has %d: dropout masks change",
-                before, parts,
-            )  # fmt: skip
-        validation = self.splits.validation
-        if validation.store is self.splits.train.store:  # cut off them
-            validation.warn_if_trained_on(saved["identity"]["train_data"])
-
-    def _forget_stale_best(self, rows: str) -> None:
-        """Keep the checkpoint's best evaluation where it still says what is asked for. Collective.
-
-        Args:
-            rows: that it was measured on.
-        """
-        if self.best is None:
-            return
-        metric, rule = self.best["metric"], self.config.best_rule
-        is_needed = self.protected_step not in (None, self.step)  # or it was just loaded
-        is_lost = is_needed and not state.is_sound(self.watch, self.best_folder())
-        is_other = metric != rule and self.step < self.num_steps
-        is_other |= rows != self.splits.validation.fingerprint() and not self.is_over
-        if is_lost and self.is_over and not is_other:  # before what its end has left is removed
-            raise self.best_is_lost()
-        if is_lost or is_other:
-            logger.warning(
-                "the best evaluation so far (by %s) is forgotten: another metric or other rows are "
-                "asked for, or its checkpoint is lost", metric,
-            )  # fmt: skip
-            self.best, self.num_worse = None, 0
-        elif metric != rule and self.config.load_best_model_at_end:
-            logger.warning(
-                "the best model stays that by %s: no update is left to choose by %s", metric, rule
-            )
-
     def global_weight(self, step: int) -> float:
         """Return the weight of update `step`'s whole global batch."""
         return float(self.splits.train.weights(self.plan.global_batch(step)).sum())
@@ -265,8 +188,8 @@ class Run:
         """Count an update, and log, evaluate, save or stop where that is due. Collective."""
         if self.step not in self.passed_over:
             ids = self.plan.global_batch(self.step)
-            self.timed_samples += len(ids)
-            self.timed_tokens += int(self.plan.lengths(ids).sum())
+            self.meter.samples += len(ids)
+            self.meter.tokens += int(self.plan.lengths(ids).sum())
         learning_rate = self.scheduler.get_last_lr()[0]
         self.scheduler.step()
         self.step += 1
@@ -307,11 +230,8 @@ class Run:
 
     def log(self, learning_rate: float) -> None:
         """Write a train event. Collective."""
-        loss_sums, padded = zip(
-            *self.watch.all_gather((self.loss_sum, self.padded_tokens)), strict=True
-        )
-        loss = math.fsum(loss_sums) / self.loss_weight if self.loss_weight > 0 else None
-        seconds = time.monotonic() - self.timed_since
+        measured = self.meter.read(self.watch)
+        loss = measured.pop("loss")
         self.events.write(
             "train",
             step=self.step,
@@ -319,23 +239,15 @@ class Run:
             loss=loss,
             learning_rate=learning_rate,
             grad_norm=self.grad_norm,
-            samples_per_second=round(self.timed_samples / seconds, 2),
-            tokens_per_second=round(self.timed_tokens / seconds, 1),
-            padding=round(1 - self.timed_tokens / sum(padded), 4) if any(padded) else None,
+            **measured,
         )
         shown = "-" if loss is None else f"{loss:.4f}"
         self.bar.set_postfix(loss=shown, refresh=False)
         if not TERMINAL.isatty():  # a file, which has no bar
             logger.info(
                 "update %d of %d: loss %s, learning rate %.3g, %.1f samples/s",
-                self.step, self.num_steps, shown, learning_rate, self.timed_samples / seconds,
+                self.step, self.num_steps, shown, learning_rate, measured["samples_per_second"],
             )  # fmt: skip
-        self.loss_sum = self.loss_weight = 0.0
-        self._restart_clock()
-
-    def _restart_clock(self) -> None:
-        self.timed_samples = self.timed_tokens = self.padded_tokens = 0
-        self.timed_since = time.monotonic()
 
     def evaluate(self) -> bool:
         """Write an eval event; return whether it is to be kept as the best one. Collective."""
@@ -344,9 +256,7 @@ class Run:
         self.logits, self.logits_step = logits, self.step
         self.eval_is_due = False
         improvement = math.inf
-        value = self.watch.all_gather(self.config.best_value(scores))[
-            0
-        ]  # rank 0's: all decide alike
+        (value, *_) = self.watch.all_gather(self.config.best_value(scores))  # all decide alike
         if not (math.isfinite(value) and np.isfinite(logits).all()):
             improvement = -math.inf  # the argmax of NaN is the first label: it says nothing
         elif self.best is not None:
@@ -371,11 +281,11 @@ class Run:
         """
         started = time.monotonic()
         names = self.splits.label_names
-        scores, logits = evaluate(
+        scores, logits = evaluate_split(
             self.accelerator, self.model, loader, split, names, self.check_stop, self.thresholds
         )
         seconds = time.monotonic() - started
-        self.timed_since += seconds
+        self.meter.pause(seconds)
         values = {f"{name}_{key}": value for key, value in scores.items()}
         epoch = self.step / self.plan.steps_per_epoch
         about = {} if model_step is None else {"model_step": model_step}
@@ -413,7 +323,8 @@ class Run:
             "identity": self.identity,
             "mixed_precision": self.accelerator.mixed_precision,
             "accumulation_steps": self.accumulation_steps,
-            "loss_sums": self.watch.all_gather(self.loss_sum),
+            "loss_sums": self.watch.all_gather(self.meter.loss_sum),
+            "loss_weight": self.meter.loss_weight,
         }
         final = transaction.checkpoint_folder(self.checkpoints, self.step)
         model = self.unwrapped_model()
@@ -430,7 +341,7 @@ class Run:
             )
         seconds = time.monotonic() - started
         self.events.write("save", step=self.step, seconds=round(seconds, 3))
-        self.timed_since += seconds
+        self.meter.pause(seconds)
 
     @property
     def protected_step(self) -> int | None:

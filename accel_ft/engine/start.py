@@ -9,6 +9,7 @@ from typing import Any
 from accel_ft.checkpoint import state, transaction
 from accel_ft.config import TrainConfig
 from accel_ft.data.tokenize import tokenizer_fingerprint
+from accel_ft.engine.resume import resume
 from accel_ft.engine.run import Run
 from accel_ft.errors import CheckpointError
 from accel_ft.model import load
@@ -96,7 +97,7 @@ def start_or_resume(run: Run) -> None:
         is_others = folder.parent.resolve() != run.checkpoints.resolve()
         if is_others and (transaction.list_published(run.checkpoints) or has_ended):
             _checked_receipt(run)
-        run.resume(folder)
+        resume(run, folder)
         logger.info("resumed from %s: %d of %d updates done", folder, run.step, run.num_steps)
     elif has_ended:
         raise CheckpointError(
@@ -119,7 +120,7 @@ def start_or_resume(run: Run) -> None:
         _check_space(run)
         # First, so that it is ended no more, whenever it is killed from here on.
         run.events.rewind(run.step, run.eval_is_due, run.passed_over)
-        _describe(run)
+        _write_config_and_receipt(run)
         transaction.remove(run.output_dir / "model")  # of an earlier end: what goes on has none yet
         for name in ("predictions.npz", "mistakes.jsonl", "report.html"):
             (run.output_dir / name).unlink(missing_ok=True)
@@ -190,7 +191,7 @@ def checkpoint_bytes(
     return saved * saves + weights
 
 
-def _describe(run: Run) -> None:
+def _write_config_and_receipt(run: Run) -> None:
     """Write config.yaml and receipt.json."""
     config, selection = run.config, _selection(run.config)
     if selection["metric"] and run.best is not None and run.step >= run.num_steps:

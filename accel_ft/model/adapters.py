@@ -18,13 +18,13 @@ ADAPTER_CONFIG = "adapter_config.json"
 READ_KEYS = ("r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora")
 
 
-def choose_trained(model: Any, config: TrainConfig, drawn: Sequence[str] = ()) -> Any:
+def choose_trained(model: Any, config: TrainConfig, new_parameters: Sequence[str] = ()) -> Any:
     """Freeze what is not to be trained and add what is, before the optimizer is made.
 
     Args:
         model: loaded, not wrapped.
         config: of the job.
-        drawn: names of the parameters that were drawn anew; they are trained in any case.
+        new_parameters: names of those that are newly initialized; they are trained in any case.
 
     Raises:
         ConfigError: the model cannot do what is asked for.
@@ -40,9 +40,9 @@ def choose_trained(model: Any, config: TrainConfig, drawn: Sequence[str] = ()) -
             raise ConfigError(f"freeze=encoder: {type(model).__name__} has no encoder of its own")
         model.base_model.requires_grad_(False)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(parameter.requires_grad or name in drawn)
+            parameter.requires_grad_(parameter.requires_grad or name in new_parameters)
     if config.lora_r is not None:
-        heads = {name.rpartition(".")[0] for name in drawn if not _is_head(name)}
+        heads = {name.rpartition(".")[0] for name in new_parameters if not _is_head(name)}
         linear = [
             name
             for name, module in model.named_modules()
@@ -148,7 +148,7 @@ def merged(
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # it would say that the head, which is put in below, is random
     try:
-        base, drawn = load.load_for_training(folder, model_config, None)
+        base, new_parameters = load.load_for_training(folder, model_config, None)
     finally:
         logging.set_verbosity(verbosity)
     settings = {key: adapters[key] for key in READ_KEYS if key in adapters}
@@ -156,7 +156,7 @@ def merged(
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     buffers = {name for name, _ in model.named_buffers()}  # some kinds save theirs
     saved = {name.replace(".modules_to_save.default", "") for name in weights}
-    lost = {name for name in drawn if f"base_model.model.{name}" not in saved}
+    lost = {name for name in new_parameters if f"base_model.model.{name}" not in saved}
     if strange := sorted(trained ^ (weights.keys() - buffers) | lost):
         told = ", ".join(strange[:5])
         raise CheckpointError(f"its adapters are not those of {folder}: {told}")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from accel_ft.runtime.launch import is_compiled
+from accel_ft.runtime.compiled import is_compiled
 
 LEVELS = 2**16
 

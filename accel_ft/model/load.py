@@ -266,7 +266,8 @@ def check_tokens(token_id: int, config: Any, key: str = "model_name_or_path") ->
 def load_for_training(
     folder: str, config: Any, device: torch.device | None
 ) -> tuple[Any, list[str]]:
-    """Load a classifier in float32; a head that is missing, or of another size, is drawn anew.
+    """Load a classifier in float32; a head that is missing, or of another size, is initialized
+    anew.
 
     Args:
         folder: resolved name.
@@ -276,21 +277,21 @@ def load_for_training(
             model.
 
     Returns:
-        The model, and the names of the parameters that were drawn anew.
+        The model, and the names of the parameters that are newly initialized.
 
     Raises:
         ConfigError: where it cannot be had, or its weights are not those of its layers.
     """
     on_cpu = device is not None and device.type == "cpu"
     attention = {"attn_implementation": "eager"} if on_cpu else {}
-    model, drawn = _load(
+    model, new_parameters = _load(
         "model_name_or_path", folder, config=config, ignore_mismatched_sizes=True, **attention
     )
     inside, words = f"{model.base_model_prefix}.", word_embedding(model)
     parameters = dict(model.named_parameters())
     lost = [
         name
-        for name in drawn
+        for name in new_parameters
         if name.startswith(inside)
         and name in parameters
         and (NEEDED.search(name) or parameters.get(name) is getattr(words, "weight", ""))
@@ -302,7 +303,7 @@ def load_for_training(
             f"another size than its config.json says, {lost[0]} the first"
         )
     model.config.architectures = [type(model).__name__]  # a base model's config names that one
-    return model, drawn
+    return model, new_parameters
 
 
 def plain_name(name: str) -> str:

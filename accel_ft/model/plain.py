@@ -9,7 +9,7 @@ from accel_ft.config import TrainConfig
 from accel_ft.model import load
 from accel_ft.model.adapters import choose_trained
 from accel_ft.model.first_token import compute_first_token_only
-from accel_ft.runtime.launch import compiles_layers
+from accel_ft.runtime.compiled import compiles_layers
 
 
 def plain_model(
@@ -21,7 +21,7 @@ def plain_model(
         device: that it will train on; it is on the CPU yet.
 
     Returns:
-        The model, and the names of the parameters that were drawn anew.
+        The model, and the names of the parameters that are newly initialized.
     """
     set_seed(config.seed)
     folder = load.resolve(config.model_name_or_path)
@@ -36,8 +36,8 @@ def plain_model(
     # RoBERTa's kind counts positions from behind the pad token that it was pretrained with.
     if model_config.model_type not in load.ROBERTAS or model_config.pad_token_id is None:
         load.take_pad_token(model_config, tokenizer)
-    model, drawn = load.load_for_training(folder, model_config, device)
+    model, new_parameters = load.load_for_training(folder, model_config, device)
     compute_first_token_only(model, last_alone=compiles_layers())
     model.config.max_seq_length = config.max_seq_length  # as predict and evaluate take it
     model.config.text_pairs = config.text_pair_column is not None
-    return choose_trained(model, config, drawn), drawn
+    return choose_trained(model, config, new_parameters), new_parameters

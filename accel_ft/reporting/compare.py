@@ -6,7 +6,7 @@ from typing import Any
 
 from accel_ft.reporting.record import Record, scores_of
 
-COMPARED = ("loss", "learning_rate", "grad_norm")
+CURVES = ("loss", "learning_rate", "grad_norm")
 IDLE_SETTINGS = {"output_dir", "reproduce", "report_to", "push_to_hub", "hub_model_id"}
 IDLE_RECEIPT = {"starts", "identity"}
 
@@ -48,7 +48,7 @@ def curves(one: Record, other: Record) -> Iterator[Difference]:
     """
     for event in ("train", "eval", "test"):
         first, second = _by_updates(one, event), _by_updates(other, event)
-        values = (lambda e: {k: e.get(k) for k in COMPARED}) if event == "train" else scores_of
+        values = (lambda e: {k: e.get(k) for k in CURVES}) if event == "train" else scores_of
         differing = (
             (f"{_words(event, updates)}: {key}", value, values(second[updates]).get(key))
             for updates in shared(one, other, event)

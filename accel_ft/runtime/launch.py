@@ -9,7 +9,6 @@ launcher's own command line.
 import contextlib
 import logging
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -36,6 +35,12 @@ from torch import nn
 from accel_ft import errors
 from accel_ft.errors import LaunchError, in_one_line, nearest
 from accel_ft.runtime import fsdp
+from accel_ft.runtime.compiled import (
+    compiles_layers,
+    configure,
+    is_compiled,
+    start_compile_workers,
+)
 from accel_ft.runtime.gloo import give_groups_one_worker
 from accel_ft.runtime.memory import keep_freed_memory
 
@@ -45,11 +50,8 @@ YES = ("y", "yes", "t", "true", "on", "1")  # as accelerate reads it
 ENVIRONMENT = "the environment"  # where no `accelerate launch` is among the parents
 SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish", "ash", "busybox"}
 MIXED_PRECISION = "mixed_precision (another than this process began with needs a new one)"
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # that end a run
 LAUNCHER_GONE = "the launcher ended before this rank had started"
 QUIET_SECONDS = 20.0  # after which a rank that waits for others says so
-COMPILATIONS = 256  # of one function: 24 widths up to 4,096 tokens, trained and evaluated, under
-# FSDP2 for the last layer and the others, with micro-batches of two sizes
 
 
 @dataclass(frozen=True)
@@ -211,16 +213,7 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
     if accelerator.mixed_precision == "no":
         torch.backends.cudnn.allow_tf32 = False  # of convolutions; torch has it on by itself
     if is_compiled():
-        torch._dynamo.config.recompile_limit = COMPILATIONS
-        torch._dynamo.config.fail_on_recompile_limit_hit = True  # not on in eager mode, unsaid
-        if not compiles_each_width():
-            # Widths are multiples of 8 as they are. To ask whether to pad them bounds them, and for
-            # a bounded width inductor makes a softmax over the bound, which takes ptxas minutes.
-            from torch._inductor import config as inductor  # takes a second
-
-            inductor.shape_padding = False
-        if accelerator.mixed_precision == "no":
-            torch.backends.cuda.matmul.allow_tf32 = False  # which accelerate has just set
+        configure(accelerator.mixed_precision)
     is_fsdp = accelerator.distributed_type == DistributedType.FSDP
     if request.distributed_type == "FSDP" and (on_cpu or is_fsdp):
         fsdp.make_real(accelerator)
@@ -300,20 +293,6 @@ def make_training_accelerator(timeout_seconds: float, **kwargs: Any) -> Accelera
     return accelerator
 
 
-def start_compile_workers() -> None:
-    """Start inductor's processes, and spare them the signals that end a run: schedulers send them
-    to all processes, and a compilation waits for ever for one that died. What is blocked here when
-    they start stays blocked there.
-    """
-    spared = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        from torch._inductor.async_compile import AsyncCompile
-
-        AsyncCompile.warm_pool()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, spared)
-
-
 def check_granted(accelerator: Accelerator, model: nn.Module) -> None:
     """Compare what `prepare` made with what was asked for; called before the first update.
 
@@ -347,56 +326,6 @@ def check_granted(accelerator: Accelerator, model: nn.Module) -> None:
     ]
     if differences:
         raise LaunchError(f"{request.source} is not what runs:\n  " + "\n  ".join(differences))
-
-
-def is_compiled() -> bool:
-    """Return whether the YAML or command asks for compiled models."""
-    return os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
-
-
-def compiles_each_width() -> bool:
-    """Return whether what is compiled is of one width of batch, and another costs a compilation."""
-    return is_compiled() and not parse_flag_from_env("ACCELERATE_DYNAMO_USE_DYNAMIC")
-
-
-def compiles_layers() -> bool:
-    """Return whether layers are compiled one by one, so that those that are alike share one."""
-    return is_compiled() and parse_flag_from_env("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")
-
-
-def can_record_compiled() -> bool:
-    """Return whether what is compiled as asked for, if anything, can be part of a CUDA graph."""
-    return not is_compiled() or (_dynamo()[0] == "INDUCTOR" and not _records_itself())
-
-
-def refuse_cuda_graphs(device: torch.device) -> None:
-    """Refuse a compile mode with CUDA graphs where gradients add up over micro-batches: they lie in
-    the graphs' memory, which the next micro-batch's forward pass takes back.
-
-    Raises:
-        LaunchError: it is asked for.
-    """
-    if is_compiled() and device.type == "cuda" and _records_itself():
-        backend, mode = _dynamo()
-        raise LaunchError(
-            f"dynamo_backend: {backend}, dynamo_mode: {mode}, whose CUDA graphs overwrite "
-            "gradients that add up over several micro-batches. Fix: inductor in dynamo_mode "
-            "default, without TORCHINDUCTOR_CUDAGRAPHS, or a per_device_train_batch_size that "
-            "takes the update at once"
-        )
-
-
-def _records_itself() -> bool:
-    """Return whether the compiler that is asked for records CUDA graphs."""
-    backend, mode = _dynamo()
-    are_on = os.environ.get("TORCHINDUCTOR_CUDAGRAPHS") == "1"  # as inductor reads it
-    return are_on or backend == "CUDAGRAPHS" or mode in ("reduce-overhead", "max-autotune")
-
-
-def _dynamo() -> tuple[str, str]:
-    """Return the backend and mode that are asked for."""
-    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").upper()
-    return backend, os.environ.get("ACCELERATE_DYNAMO_MODE", "default")
 
 
 def _refuse_impossible(request: Request, on_cpu: bool) -> None:

@@ -31,8 +31,15 @@ import psutil
 import torch
 from torch import distributed as dist
 
-from accel_ft.errors import ConfigError, LaunchError, Preempted, RankError, leave_last_words
-from accel_ft.runtime.launch import STOP_SIGNALS, own_launcher
+from accel_ft.errors import (
+    STOP_SIGNALS,
+    ConfigError,
+    LaunchError,
+    Preempted,
+    RankError,
+    leave_last_words,
+)
+from accel_ft.runtime.launch import own_launcher
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from accel_ft.checkpoint import convert
 from accel_ft.data import loader
 from accel_ft.diagnosis import job
 from accel_ft.diagnosis.finding import Finding
-from accel_ft.engine import build, loop
+from accel_ft.engine import build, loop, start
 from accel_ft.engine.run import Run
 from accel_ft.errors import LaunchError, Preempted
 
@@ -207,14 +207,14 @@ def same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    resume = Run.resume
+    resume = start.resume
 
     def broken(run: Run, folder: Path) -> None:
         kept = run.scheduler.state_dict()
         resume(run, folder)
         run.scheduler.load_state_dict(kept)
 
-    monkeypatch.setattr(Run, "resume", broken)
+    monkeypatch.setattr(start, "resume", broken)
 
 
 def no_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,13 +230,13 @@ def no_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def next_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A resume that begins the next epoch."""
-    resume = Run.resume
+    resume = start.resume
 
     def broken(run: Run, folder: Path) -> None:
         resume(run, folder)
         run.step = run.plan.steps_per_epoch
 
-    monkeypatch.setattr(Run, "resume", broken)
+    monkeypatch.setattr(start, "resume", broken)
 
 
 def strangers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from accel_ft import train
 from accel_ft.checkpoint import state, transaction
 from accel_ft.engine import evaluation, loop
 from accel_ft.engine import nonfinite as handling
+from accel_ft.engine.meter import Meter
 from accel_ft.engine.run import Run
 from accel_ft.errors import CheckpointError, ConfigError, Preempted, RankError, UserError
 from accel_ft.model import load
@@ -417,10 +418,10 @@ def test_overflow_of_fp16_is_no_sickness(
         step=0, needs_outcome=lambda: True, config=SimpleNamespace(on_nonfinite="stop"),
         accelerator=SimpleNamespace(scaler=scaler, device=torch.device("cpu"), num_processes=1),
         watch=SimpleNamespace(stage=lambda *_, **__: None, stop_signal=0, all_max=lambda *n: list(n)),
-        loss_sum=0.0, loss_weight=0.0, global_weight=lambda step: 1.0, newest_nonfinite=-1, outcomes=deque(),
+        meter=Meter(), global_weight=lambda step: 1.0, newest_nonfinite=-1, outcomes=deque(),
     )  # fmt: skip
     assert handling.all_finite(run, [torch.tensor(loss)], torch.tensor(norm)) is finite
-    assert run.loss_sum == (loss if finite else 0.0)
+    assert run.meter.loss_sum == (loss if finite else 0.0)
     assert told == ["overflow"] * (finite and norm == float("inf"))
 
 
@@ -438,17 +439,17 @@ def test_a_signal_has_the_newest_outcome_read_before_the_save(
         step=0, stop_signal=0, config=SimpleNamespace(on_nonfinite="stop"),
         accelerator=SimpleNamespace(scaler=None, device=torch.device("cpu"), num_processes=1),
         watch=SimpleNamespace(stage=lambda *_, **__: None, stop_signal=0, all_max=lambda *n: list(n)),
-        loss_sum=0.0, loss_weight=0.0, global_weight=lambda step: 1.0, newest_nonfinite=-1, outcomes=deque(),
+        meter=Meter(), global_weight=lambda step: 1.0, newest_nonfinite=-1, outcomes=deque(),
     )  # fmt: skip
     run.needs_outcome = lambda: run.stop_signal > 0
     assert handling.all_finite(run, [torch.tensor(2.0)], torch.tensor(1.0))
-    assert (run.loss_sum, len(run.outcomes)) == (0.0, 1)
+    assert (run.meter.loss_sum, len(run.outcomes)) == (0.0, 1)
     run.step = 1
     assert handling.all_finite(run, [torch.tensor(3.0)], torch.tensor(1.0))
-    assert (run.loss_sum, len(run.outcomes)) == (2.0, 1)
+    assert (run.meter.loss_sum, len(run.outcomes)) == (2.0, 1)
     run.step, run.watch.stop_signal = 2, 15
     assert not handling.all_finite(run, [torch.tensor(float("nan"))], torch.tensor(1.0))
-    assert run.loss_sum == 5.0
+    assert run.meter.loss_sum == 5.0
 
 
 @pytest.mark.parametrize("step", [6, 12])

@@ -27,7 +27,7 @@ from accel_ft.engine import agreement, build, evaluation
 from accel_ft.errors import ConfigError, LaunchError
 from accel_ft.model.memory import _container_bytes
 from accel_ft.model.optim import allocate_state
-from accel_ft.runtime import fsdp, gloo, launch
+from accel_ft.runtime import compiled, fsdp, gloo, launch
 from accel_ft.train import main
 
 
@@ -59,7 +59,7 @@ def test_float32_stays_float32_when_it_is_compiled(monkeypatch: pytest.MonkeyPat
 
 def test_compile_does_not_go_on_in_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it has compiled a function too often, dynamo would leave it as it is, with a warning."""
-    monkeypatch.setattr(launch, "COMPILATIONS", 2)
+    monkeypatch.setattr(compiled, "COMPILATIONS", 2)
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
     with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
         launch.make_accelerator()
@@ -84,7 +84,7 @@ def test_a_dynamic_width_is_not_bounded_by_its_padding(monkeypatch: pytest.Monke
 
 COMPILE_WORKERS = """
 import os, signal, time
-from accel_ft.runtime.launch import start_compile_workers
+from accel_ft.runtime.compiled import start_compile_workers
 before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
 start_compile_workers()
 assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
@@ -520,16 +520,16 @@ def test_cuda_graphs_are_refused_where_gradients_add_up(monkeypatch: pytest.Monk
     on_gpu = torch.device("cuda")
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")
-    launch.refuse_cuda_graphs(on_gpu)
+    compiled.refuse_cuda_graphs(on_gpu)
     monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "reduce-overhead")
-    launch.refuse_cuda_graphs(torch.device("cpu"))
+    compiled.refuse_cuda_graphs(torch.device("cpu"))
     with pytest.raises(LaunchError, match="Fix: inductor in dynamo_mode default"):
-        launch.refuse_cuda_graphs(on_gpu)
+        compiled.refuse_cuda_graphs(on_gpu)
 
 
 def test_what_is_compiled_may_be_part_of_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not what records graphs itself, nor what another compiler made."""
-    assert launch.can_record_compiled()
+    assert compiled.can_record_compiled()
     for backend, mode, can in (
         ("INDUCTOR", "default", True),
         ("INDUCTOR", "max-autotune-no-cudagraphs", True),
@@ -539,21 +539,21 @@ def test_what_is_compiled_may_be_part_of_a_cuda_graph(monkeypatch: pytest.Monkey
     ):
         monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", backend)
         monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", mode)
-        assert launch.can_record_compiled() == can
+        assert compiled.can_record_compiled() == can
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     monkeypatch.setenv("TORCHINDUCTOR_CUDAGRAPHS", "1")
-    assert not launch.can_record_compiled()
+    assert not compiled.can_record_compiled()
     with pytest.raises(LaunchError, match="without TORCHINDUCTOR_CUDAGRAPHS"):
-        launch.refuse_cuda_graphs(torch.device("cuda"))
+        compiled.refuse_cuda_graphs(torch.device("cuda"))
 
 
 def test_dynamic_shapes_are_compiled_once_for_all_widths(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not launch.compiles_each_width()
+    assert not compiled.compiles_each_width()
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     for dynamic, each in ((None, True), ("false", True), ("true", False)):
         if dynamic:
             monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", dynamic)
-        assert launch.compiles_each_width() == each
+        assert compiled.compiles_each_width() == each
 
 
 @pytest.mark.parametrize("dynamic", ["false", "true"])

@@ -17,7 +17,7 @@ from accel_ft.config import TrainConfig
 from accel_ft.data.loader import Padding
 from accel_ft.data.splits import load_splits
 from accel_ft.doctor import main as doctor
-from accel_ft.engine import loop
+from accel_ft.engine import loop, nonfinite
 from accel_ft.engine.build import _graphs
 from accel_ft.engine.graphs import MOST, Graphs, can_record
 from accel_ft.engine.run import Run
@@ -198,7 +198,7 @@ def test_a_rollback_records_anew(
     """
     from accel_ft.engine import build
 
-    weighted_loss, resume, calls, seen, weights = loop.weighted_loss, Run.resume, 0, [], []
+    weighted_loss, resume, calls, seen, weights = loop.weighted_loss, nonfinite.resume, 0, [], []
 
     def sick_once(*args: Any) -> torch.Tensor:
         nonlocal calls
@@ -212,7 +212,7 @@ def test_a_rollback_records_anew(
 
     monkeypatch.setattr(build, "make_sparse", lambda model: None)
     monkeypatch.setattr(loop, "weighted_loss", sick_once)
-    monkeypatch.setattr(Run, "resume", watched_resume)
+    monkeypatch.setattr(nonfinite, "resume", watched_resume)
     for name in ("plain", "graphs"):
         if name == "graphs":
             request.getfixturevalue("on_graphs")

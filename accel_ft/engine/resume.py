@@ -1,0 +1,94 @@
+"""A checkpoint -> the run as it was there, under what is asked for now."""
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from accel_ft.checkpoint import state
+from accel_ft.engine.graphs import Graphs
+from accel_ft.engine.run import Run
+
+logger = logging.getLogger(__name__)
+
+
+def resume(run: Run, folder: Path) -> None:
+    """Continue from a verified checkpoint. Collective."""
+    saved = state.read_trainer_state(folder)
+    here, there = run.identity, saved["identity"]
+    if saved["step"] < run.num_steps:  # else no update is left that it would change
+        here = here | {"mixed_precision": run.accelerator.mixed_precision}
+        there = there | {"mixed_precision": saved["mixed_precision"]}
+    state.check_same_run(folder, there, here, run.config.allow_changed)
+    groups = run.scheduler.optimizer.param_groups
+    fresh = [{key: group[key] for key in ("initial_lr", "weight_decay")} for group in groups]
+    devices = run.watch.all_gather(run.accelerator.device.index or 0)
+    state.load(run.accelerator, folder, saved, run.config.seed, devices)
+    # What was recorded multiplies by the loss scale of before.
+    graphs = run.graphs
+    run.graphs = Graphs(graphs.parameters, graphs.most_tokens, graphs.adds)
+    for name in state.RUN_STATE:
+        setattr(run, name, saved[name])
+    run.saved_step = run.step
+    _set_rates(run, fresh)
+    _tell_what_differs(run, saved)
+    _forget_stale_best(run, saved["validation_data"])
+    sums, rank = saved["loss_sums"], run.accelerator.process_index
+    if len(sums) == run.accelerator.num_processes:
+        run.meter.loss_sum = sums[rank]
+    else:
+        run.meter.loss_sum = math.fsum(sums) if rank == 0 else 0.0
+    run.meter.loss_weight = saved["loss_weight"]
+
+
+def _set_rates(run: Run, fresh: list[dict[str, Any]]) -> None:
+    """Have what allow_changed lets differ, and a schedule over more updates, hold from here on.
+
+    Args:
+        fresh: of each parameter group, what the configuration asks for.
+    """
+    scheduler = run.scheduler
+    lambdas = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    rates = [base * factor(run.step) for base, factor in lambdas]
+    vars(scheduler).update(last_epoch=run.step, _step_count=run.step + 1, _last_lr=rates)
+    for group, settings, rate in zip(scheduler.optimizer.param_groups, fresh, rates, strict=True):
+        group.update(settings, lr=rate)
+
+
+def _tell_what_differs(run: Run, saved: dict[str, Any]) -> None:
+    parts, before = run.accumulation_steps, saved["accumulation_steps"]
+    if parts != before and saved["num_processes"] == run.accelerator.num_processes:
+        logger.info(
+            "an update had %d micro-batches per rank, now it has %d: dropout masks change",
+            before, parts,
+        )  # fmt: skip
+    validation = run.splits.validation
+    if validation.store is run.splits.train.store:  # cut off them
+        validation.warn_if_trained_on(saved["identity"]["train_data"])
+
+
+def _forget_stale_best(run: Run, rows: str) -> None:
+    """Keep the checkpoint's best evaluation where it still says what is asked for. Collective.
+
+    Args:
+        rows: that it was measured on.
+    """
+    if run.best is None:
+        return
+    metric, rule = run.best["metric"], run.config.best_rule
+    is_needed = run.protected_step not in (None, run.step)  # or it was just loaded
+    is_lost = is_needed and not state.is_sound(run.watch, run.best_folder())
+    is_other = metric != rule and run.step < run.num_steps
+    is_other |= rows != run.splits.validation.fingerprint() and not run.is_over
+    if is_lost and run.is_over and not is_other:  # before what its end has left is removed
+        raise run.best_is_lost()
+    if is_lost or is_other:
+        logger.warning(
+            "the best evaluation so far (by %s) is forgotten: another metric or other rows are "
+            "asked for, or its checkpoint is lost", metric,
+        )  # fmt: skip
+        run.best, run.num_worse = None, 0
+    elif metric != rule and run.config.load_best_model_at_end:
+        logger.warning(
+            "the best model stays that by %s: no update is left to choose by %s", metric, rule
+        )

@@ -1,0 +1,92 @@
+"""torch.compile, as accelerate's YAML or command asks for it: `dynamo_config`."""
+
+import os
+import signal
+
+import torch
+from accelerate.utils import parse_flag_from_env
+
+from accel_ft.errors import STOP_SIGNALS, LaunchError
+
+COMPILATIONS = 256  # of one function: 24 widths up to 4,096 tokens, trained and evaluated, under
+# FSDP2 for the last layer and the others, with micro-batches of two sizes
+
+
+def is_compiled() -> bool:
+    """Return whether the YAML or command asks for compiled models."""
+    return os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
+
+
+def compiles_each_width() -> bool:
+    """Return whether what is compiled is of one width of batch, and another costs a compilation."""
+    return is_compiled() and not parse_flag_from_env("ACCELERATE_DYNAMO_USE_DYNAMIC")
+
+
+def compiles_layers() -> bool:
+    """Return whether layers are compiled one by one, so that those that are alike share one."""
+    return is_compiled() and parse_flag_from_env("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")
+
+
+def can_record_compiled() -> bool:
+    """Return whether what is compiled as asked for, if anything, can be part of a CUDA graph."""
+    return not is_compiled() or (_dynamo()[0] == "INDUCTOR" and not _records_itself())
+
+
+def refuse_cuda_graphs(device: torch.device) -> None:
+    """Refuse a compile mode with CUDA graphs where gradients add up over micro-batches: they lie in
+    the graphs' memory, which the next micro-batch's forward pass takes back.
+
+    Raises:
+        LaunchError: it is asked for.
+    """
+    if is_compiled() and device.type == "cuda" and _records_itself():
+        backend, mode = _dynamo()
+        raise LaunchError(
+            f"dynamo_backend: {backend}, dynamo_mode: {mode}, whose CUDA graphs overwrite "
+            "gradients that add up over several micro-batches. Fix: inductor in dynamo_mode "
+            "default, without TORCHINDUCTOR_CUDAGRAPHS, or a per_device_train_batch_size that "
+            "takes the update at once"
+        )
+
+
+def _records_itself() -> bool:
+    """Return whether the compiler that is asked for records CUDA graphs."""
+    backend, mode = _dynamo()
+    are_on = os.environ.get("TORCHINDUCTOR_CUDAGRAPHS") == "1"  # as inductor reads it
+    return are_on or backend == "CUDAGRAPHS" or mode in ("reduce-overhead", "max-autotune")
+
+
+def _dynamo() -> tuple[str, str]:
+    """Return the backend and mode that are asked for."""
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").upper()
+    return backend, os.environ.get("ACCELERATE_DYNAMO_MODE", "default")
+
+
+def configure(mixed_precision: str) -> None:
+    """Set dynamo and inductor up, once accelerate has: a function that is compiled too often is an
+    error, and float32 stays float32.
+    """
+    torch._dynamo.config.recompile_limit = COMPILATIONS
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # not on in eager mode, unsaid
+    if not compiles_each_width():
+        # Widths are multiples of 8 as they are. To ask whether to pad them bounds them, and for a
+        # bounded width inductor makes a softmax over the bound, which takes ptxas minutes.
+        from torch._inductor import config as inductor  # takes a second
+
+        inductor.shape_padding = False
+    if mixed_precision == "no":
+        torch.backends.cuda.matmul.allow_tf32 = False  # which accelerate has just set
+
+
+def start_compile_workers() -> None:
+    """Start inductor's processes, and spare them the signals that end a run: schedulers send them
+    to all processes, and a compilation waits for ever for one that died. What is blocked here when
+    they start stays blocked there.
+    """
+    spared = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.warm_pool()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, spared)
