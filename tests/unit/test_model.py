@@ -384,7 +384,7 @@ def test_the_card_of_the_job_with_no_key_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from accel_ft.config import TrainConfig
-    from accel_ft.train import _describe
+    from accel_ft.train import _write_card_and_report
 
     (tmp_path / "model").mkdir()
     scores = [{"event": "test", "test_accuracy": 0.5}]
@@ -392,7 +392,7 @@ def test_the_card_of_the_job_with_no_key_set(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/ag_news").symlink_to(tmp_path)
-    _describe(config, ["no", "yes"], scores)
+    _write_card_and_report(config, ["no", "yes"], scores)
     card = (tmp_path / "model/README.md").read_text()
     assert "base_model: distilbert/distilbert-base-uncased" in card
     assert "- fancyzhx/ag_news" in card
