@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -88,6 +88,7 @@ class _Search:
         settings: the job's, as its file has them.
         ranges: of the space, as Optuna's distributions.
         shares: of the devices, as environments, one for each of the trials at the same time.
+        failures: why trials failed in this start, in order.
         is_over: no more trial is begun.
         interrupted_at: on the monotonic clock; 0 for not.
     """
@@ -98,7 +99,7 @@ class _Search:
     space: dict[str, Any]
     ranges: dict[str, Any]
     shares: list[dict[str, str]]
-    num_failed: int = 0
+    failures: list[str] = field(default_factory=list)
     is_over: bool = False
     interrupted_at: float = 0.0
 
@@ -151,8 +152,9 @@ class _Search:
             raise KeyboardInterrupt
         if not study.get_trials(states=(state.COMPLETE,)):
             raise ConfigError(
-                f"{place}: no trial came to its end, {self.num_failed} failed. Fix: the job, or "
-                "the space; each trial's log says why"
+                f"{place}: no trial came to its end, {len(self.failures)} failed"
+                + "".join(f": {why}" for why in self.failures[-1:])
+                + " (each trial's log says more). Fix: the job, or the space"
             )
         best, params = place / "best.yaml", study.best_params
         found = self.settings | params | {"output_dir": str(place / "best")}
@@ -226,8 +228,8 @@ class _Search:
                 return value, TrialState.COMPLETE
         why = f"its {self.job.best_metric} is NaN" if ends else _why(folder / "log")
         print(f"{about}: failed: {why} (see its log)", flush=True)
-        self.num_failed += 1
-        if self.num_failed >= FAILURES and not _num_ended(trial.study):
+        self.failures.append(why)
+        if len(self.failures) >= FAILURES and not _num_ended(trial.study):
             self.is_over = True
         return None, TrialState.FAIL
 
