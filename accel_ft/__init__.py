@@ -23,16 +23,19 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["fit", "load_classifier"]
 
+LOADING = ("all_scores", "max_seq_length", "per_device_eval_batch_size")  # keys
+
 _fitting = Lock()  # accelerate's state and the random numbers are the process's
 
 
-def fit(**settings: Any) -> Path:
+def fit(config: str | Path | None = None, **settings: Any) -> Path:
     """Run the job that `accel_ft.train` runs with these keys, in this process (or, in a script
     started by `accelerate launch`, with the other ranks). One at a time; random numbers, an
     Accelerator's accumulation and transformers' messages are as before when it returns.
 
     Args:
-        settings: any keys of `accel_ft.config.TrainConfig`, by name, as in
+        config: a YAML file with keys, as `accel_ft.train --config` takes it.
+        settings: any keys, which override it, of `accel_ft.config.TrainConfig`, by name, as in
             fit(train_file="rows.csv", learning_rate=1e-4, output_dir="runs/mine").
 
     Returns:
@@ -43,19 +46,21 @@ def fit(**settings: Any) -> Path:
     """
     from accel_ft.config import TrainConfig
     from accel_ft.errors import ConfigError, close_process_group
-    from accel_ft.settings import checked, settings_to_reproduce
+    from accel_ft.settings import checked, read_settings, settings_to_reproduce
     from accel_ft.train import fit as run
 
-    config = checked(TrainConfig, settings, settings_to_reproduce(settings))
+    if config is not None:
+        settings = read_settings(Path(config).expanduser()) | settings
+    job = checked(TrainConfig, settings, settings_to_reproduce(settings))
     if not _fitting.acquire(blocking=False):
         raise ConfigError("another `fit` runs in this process. Fix: one by one, or processes")
     try:
         with _as_a_guest():
-            run(config)
+            run(job)
     finally:
         _fitting.release()
     atexit.register(close_process_group)  # not before: another `fit` may follow
-    return config.output_dir / "model"
+    return job.output_dir / "model"
 
 
 def load_classifier(checkpoint: str | Path, **settings: Any) -> Predictor:
@@ -66,7 +71,8 @@ def load_classifier(checkpoint: str | Path, **settings: Any) -> Predictor:
         settings: `all_scores`, `max_seq_length`, `per_device_eval_batch_size`.
 
     Returns:
-        What labels texts: its method predict takes a list of them.
+        What labels texts: its method predict takes a list of them. Labels are text, also those that
+        were integers in the rows.
 
     Raises:
         accel_ft.errors.UserError: where it cannot be had.
@@ -74,10 +80,13 @@ def load_classifier(checkpoint: str | Path, **settings: Any) -> Predictor:
     from accelerate.state import GradientState
 
     from accel_ft.config import PredictConfig
+    from accel_ft.errors import ConfigError
     from accel_ft.predict import Predictor
     from accel_ft.runtime.launch import make_accelerator
     from accel_ft.settings import checked, run_settings
 
+    if unknown := settings.keys() - LOADING:
+        raise ConfigError(f"{', '.join(sorted(unknown))}: unknown. Allowed: {', '.join(LOADING)}")
     settings = settings | {"checkpoint": str(checkpoint), "text": ""}
     config = checked(PredictConfig, settings, run_settings(settings))
     of_process = GradientState()  # whose accumulation steps a second Accelerator replaces

@@ -328,7 +328,7 @@ class TrainConfig(HubConfig, DataConfig):
     save_steps: int = Field(500, ge=1)
     """Updates between checkpoints; the last update is always saved."""
     save_total_limit: int | None = Field(2, ge=2)
-    """Newest checkpoints kept, at least 2; null keeps all."""
+    """Newest checkpoints kept, at least 2, in case one is damaged; null keeps all."""
     load_best_model_at_end: bool = False
     """Save at each best evaluation, never prune that checkpoint, and end with it."""
     metric_for_best_model: str | None = None
@@ -425,7 +425,8 @@ class TrainConfig(HubConfig, DataConfig):
         of_one = () if is_regression else ("per_class.LABEL.f1 (precision, recall)",)
         if wanted not in METRICS[self.problem_type] and (is_regression or self.best_label is None):
             allowed = ", ".join((*METRICS[self.problem_type], *of_one))
-            words = f"no metric of {self.problem_type}. Allowed: {allowed}"
+            near = nearest(wanted, METRICS[self.problem_type], 0.3)
+            words = f"no metric of {self.problem_type}.{near} Allowed: {allowed}"
             yield self._fault(words, "metric_for_best_model", "problem_type")
         for key in ("class_weights", "oversampling", "label_smoothing_factor"):
             if getattr(self, key) and self.problem_type != "single_label_classification":

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from accel_ft.config import ExportConfig
 from accel_ft.errors import ConfigError, require, run_command
 from accel_ft.settings import parse, read_receipt, run_folder, run_settings
+
+logger = logging.getLogger("accel_ft.export")  # run with -m, its name is __main__
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -77,6 +80,9 @@ def export(
             weights = state.read_weights(Path(folder))
             save_file(weights, staging / convert.WEIGHTS, metadata={"format": "pt"})
             model_config.save_pretrained(staging)
+        several = model_config.problem_type == "multi_label_classification"
+        if several and getattr(model_config, "thresholds", None) is None:
+            logger.warning("%s has no thresholds yet: each label counts from 0.5", folder)
         # That of load_parts may pad with a word, which would be a special token when read back.
         load_tokenizer(folder, "checkpoint").save_pretrained(staging)
         settings = run_settings({"checkpoint": checkpoint}) | {"hub_model_id": repo_id}

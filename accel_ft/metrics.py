@@ -5,12 +5,15 @@ Legend: n samples, C classes. `evaluate.load("accuracy")` needs the network; the
 """
 
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import datasets
 import evaluate
 import numpy as np
 from numpy.typing import NDArray
+
+BLOCK_CELLS = 10**7
 
 
 def confusion_matrix(
@@ -35,17 +38,36 @@ def class_scores(
     }
 
 
+def by_blocks(function: Callable[..., NDArray[Any]], *tables: NDArray[Any]) -> NDArray[Any]:
+    """Return `function` of tables [n, C] or [n], called for some rows at a time: in float64, a
+    large one would not fit beside itself.
+    """
+    size = max(1, BLOCK_CELLS // max(table[0].size for table in tables))
+    starts = range(0, len(tables[0]), size)
+    return np.concatenate(
+        [function(*(t[start : start + size] for t in tables)) for start in starts]
+    )
+
+
 def softmax(logits: NDArray[Any]) -> NDArray[np.float64]:
     """Probabilities of logits [n, C], float64 [n, C]."""
     shifted = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
     return np.asarray(shifted / shifted.sum(axis=1, keepdims=True))
 
 
-def cross_entropy(logits: NDArray[np.float64], labels: NDArray[np.int64]) -> float:
-    """Mean negative log-likelihood in nats; logits [n, C], labels [n]."""
-    shifted = logits - logits.max(axis=1, keepdims=True)
+def cross_entropy(logits: NDArray[Any], labels: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Negative log-likelihood of each row in nats, float64 [n]; logits [n, C], labels [n]."""
+    values = logits.astype(np.float64)
+    shifted = values - values.max(axis=1, keepdims=True)
     log_sum = np.log(np.exp(shifted).sum(axis=1))
-    return float(np.mean(log_sum - shifted[np.arange(len(labels)), labels]))
+    return np.asarray(log_sum - shifted[np.arange(len(labels)), labels])
+
+
+def binary_cross_entropy(logits: NDArray[Any], labels: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Mean over the labels of each row's, in nats, float64 [n]; logits and labels [n, C]."""
+    values = logits.astype(np.float64)
+    losses = np.maximum(values, 0) - values * labels + np.log1p(np.exp(-np.abs(values)))
+    return np.asarray(losses.mean(axis=1))
 
 
 class Classification(evaluate.Metric):  # type: ignore[misc]
@@ -109,7 +131,7 @@ def score(
         By name, with loss; per_class: label name -> precision, recall, f1, support.
     """
     if labels.dtype.kind == "i":
-        scores: dict[str, Any] = {"loss": cross_entropy(logits.astype(np.float64), labels)}
+        scores: dict[str, Any] = {"loss": float(by_blocks(cross_entropy, logits, labels).mean())}
         ids = {"predictions": logits.argmax(axis=1), "references": labels}
         with tempfile.TemporaryDirectory() as folder:  # it makes one, and leaves it empty
             metric = Classification(keep_in_memory=True, cache_dir=folder)
@@ -140,15 +162,14 @@ def multi_label_metrics(
         loss: mean over rows and labels of the binary cross-entropy; accuracy: share of rows whose
         whole set is right; f1_macro, f1_micro; per_class: as `class_scores`.
     """
-    values = logits.astype(np.float64)
-    losses = np.maximum(values, 0) - values * labels + np.log1p(np.exp(-np.abs(values)))
-    predicted = sigmoid(logits) >= (0.5 if thresholds is None else thresholds)
+    least = 0.5 if thresholds is None else thresholds
+    predicted = by_blocks(lambda some: sigmoid(some) >= least, logits)
     actual = labels > 0.5
     hits = (predicted & actual).sum(axis=0)
     present, chosen = actual.sum(axis=0), predicted.sum(axis=0)
     columns = class_scores(hits, present, chosen)
     return {
-        "loss": float(losses.mean()),
+        "loss": float(by_blocks(binary_cross_entropy, logits, labels).mean()),
         "accuracy": float((predicted == actual).all(axis=1).mean()),
         "f1_macro": float(np.mean(columns["f1"])),
         "f1_micro": float(2 * hits.sum() / max(present.sum() + chosen.sum(), 1)),
@@ -160,10 +181,11 @@ def best_thresholds(logits: NDArray[Any], labels: NDArray[np.float32]) -> NDArra
     """Return for each label the probability from which it should count: that of the highest F1 on
     these rows, half-way to the next lower one; 0.5 for a label that no row has. [C].
     """
-    chances, thresholds = sigmoid(logits), np.full(labels.shape[1], 0.5)
+    thresholds = np.full(labels.shape[1], 0.5)
     for label in range(labels.shape[1]):
-        order = np.argsort(-chances[:, label], kind="stable")
-        ranked, hits = chances[order, label], np.cumsum(labels[order, label] > 0.5)
+        chances = sigmoid(logits[:, label])
+        order = np.argsort(-chances, kind="stable")
+        ranked, hits = chances[order], np.cumsum(labels[order, label] > 0.5)
         if hits[-1] == 0:
             continue
         f1 = 2 * hits / (np.arange(1, len(hits) + 1) + hits[-1])
@@ -212,26 +234,33 @@ def mistakes(
     labels: NDArray[Any],
     label_names: list[str],
     thresholds: NDArray[np.float64] | None = None,
-) -> tuple[NDArray[np.float64], list[tuple[Any, Any]]]:
+) -> tuple[NDArray[np.float64], Callable[[int], tuple[Any, Any]]]:
     """Say how wrong each prediction is, and what it is.
 
     Args: as of `score`.
 
     Returns:
         float64 [n], 0 where it is right: the probability that the wrong answer was given, the
-        largest one of several labels, or a regression's absolute error; and n pairs of label and
-        prediction, in words or numbers.
+        largest one of several labels, or a regression's absolute error; and what returns a row's
+        label and prediction, in words or numbers.
     """
     names = np.array(label_names, dtype=object)
     if labels.dtype.kind == "i":
         found = logits.argmax(axis=1)
-        wrong = np.where(found != labels, softmax(logits).max(axis=1), 0.0)
-        return wrong, list(zip(names[labels], names[found], strict=True))
+        wrong = by_blocks(lambda some: softmax(some).max(axis=1), logits)
+        wrong[found == labels] = 0.0
+        return wrong, lambda row: (names[labels[row]], names[found[row]])
     if labels.ndim == 2:
-        chances, actual = sigmoid(logits), labels > 0.5
-        found = chances >= (0.5 if thresholds is None else thresholds)
-        wrong = np.where(found != actual, np.where(found, chances, 1 - chances), 0.0).max(axis=1)
-        pairs = zip(actual, found, strict=True)
-        return wrong, [(names[a].tolist(), names[b].tolist()) for a, b in pairs]
+        least, actual = 0.5 if thresholds is None else thresholds, labels > 0.5
+
+        def worst(logits: NDArray[Any], actual: NDArray[np.bool_]) -> NDArray[np.float64]:
+            chances = sigmoid(logits)
+            found = chances >= least
+            given = np.where(found, chances, 1 - chances)
+            return np.asarray(np.where(found != actual, given, 0.0).max(axis=1))
+
+        wrong = by_blocks(worst, logits, actual)
+        found = by_blocks(lambda some: sigmoid(some) >= least, logits)
+        return wrong, lambda row: (names[actual[row]].tolist(), names[found[row]].tolist())
     found = logits[:, 0].astype(np.float64)
-    return np.abs(found - labels), list(zip(labels.tolist(), found.tolist(), strict=True))
+    return np.abs(found - labels), lambda row: (float(labels[row]), float(found[row]))

@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             if is_main:
                 for line in lines:
                     output.write(json.dumps(line, ensure_ascii=False) + "\n")
+                    count += 1
                 output.flush()
-                count += len(lines)
     if is_main and config.output != "-":
         logger.info("%d texts labelled: %s", count, config.output)
 
@@ -107,17 +107,19 @@ class Predictor:
         chunks = (wanted[start : start + size] for start in range(0, len(wanted), size))
         return [self.describe(row) for chunk in chunks for row in self.scores(chunk)]
 
-    def label(self, rows: Iterator[Any]) -> Iterator[list[dict[str, Any]]]:
-        """Yield what is written of the rows that rank 0 reads, some at a time. Collective."""
+    def label(self, rows: Iterator[Any]) -> Iterator[Iterator[dict[str, Any]]]:
+        """Yield what is written of the rows that rank 0 reads, some at a time: each is described
+        when it is written. Collective.
+        """
         from accelerate.utils import broadcast_object_list
 
         size = CHUNK_ROWS * self.accelerator.num_processes
         while chunk := broadcast_object_list([list(islice(rows, size))])[0]:
             scores = self.scores([text for _, _, text in chunk])
-            yield [
+            yield (
                 {key: value} | self.describe(row)
                 for (key, value, _), row in zip(chunk, scores, strict=True)
-            ]
+            )
 
     def scores(self, texts: list[Text]) -> Any:
         """Return the probability of each label (of a regression, its value), float64

@@ -31,7 +31,22 @@ KNOWN_ELSEWHERE = dict.fromkeys(LAUNCH_OPTIONS, "It is one of `accelerate launch
     "save_strategy": "Fix: save_steps",
     "logging_strategy": "Fix: logging_steps",
     "warmup_ratio": "Fix: warmup_steps below 1 is a share of all updates",
-    "train_sampling_strategy": "Rows of like length always come together",
+    "train_sampling_strategy": "Fix: leave it out; rows of like length always come together",
+    "group_by_length": "Fix: leave it out; rows of like length always come together",
+    "pad_to_max_length": "Fix: leave it out; batches are as wide as their longest row",
+    "remove_unused_columns": "Fix: leave it out; text_column and label_column are read",
+    "shuffle_train_dataset": "Fix: leave it out; the order is drawn anew each epoch",
+    "ddp_find_unused_parameters": "Fix: leave it out; it is found out",
+    "full_determinism": "Fix: leave it out; on a CPU it is so",
+    "use_cpu": "Fix: accelerate_configs/cpu.yaml as accelerate's YAML",
+    "no_cuda": "Fix: accelerate_configs/cpu.yaml as accelerate's YAML",
+    "fsdp": "Fix: accelerate_configs/fsdp2.yaml as accelerate's YAML",
+    "deepspeed": "It is not supported. Fix: accelerate_configs/fsdp2.yaml as accelerate's YAML",
+    "hub_token": "Fix: `hf auth login`, or HF_TOKEN",
+    "do_regression": "Fix: problem_type: regression",
+    "metric_name": "Fix: metric_for_best_model; all metrics are computed",
+    "device": "Fix: CUDA_VISIBLE_DEVICES, or accelerate's YAML",
+    "batch_size": "Fix: per_device_train_batch_size, or per_device_eval_batch_size",
     "optim": "It is AdamW, fused where it can be",
     "adam_beta1": "It is 0.9",
     "adam_beta2": "It is 0.999",
@@ -171,6 +186,7 @@ def checked(
                 is_short = len(str(given)) <= LONGEST and "\n" not in str(given)  # of a table
                 is_short |= isinstance(given, str)
                 found = given if is_short else f"a {type(given).__name__}"
+                words += ". Fix: its to_csv, and that path" * hasattr(given, "to_csv")
                 listed.append(f"{key}={found}{where}: {words}")
         # For what is wrong between the others; what is missing is a text or an existing file.
         sound = {key: value for key, value in values.items() if key not in faulty}
@@ -180,6 +196,8 @@ def checked(
         if not faulty & set(keys):
             told = [key for key in keys if taken.get(key) is not None and key != "output_dir"]
             where = f" ({', '.join(told)}: from the run's config.yaml)" if told else ""
+            if told and "no such file" in message:
+                where += ". Fix: the folder that the run was started in, or another path"
             listed.append(message + where)
     if listed:
         many = f"{len(listed)} faults in the configuration:\n  " if len(listed) > 1 else ""

@@ -45,8 +45,7 @@ class Batches(Dataset[Batch]):
 
 def train_places(plan: Plan, num_micro_batches: int, number: int) -> Ids:
     """Return the places of a run's micro-batch `number`, in (step, micro step, rank) order."""
-    step, micro_batch = divmod(number, num_micro_batches)
-    return plan.micro_batches(step, num_micro_batches)[micro_batch]
+    return plan.micro_batch(*divmod(number, num_micro_batches), num_micro_batches)
 
 
 class Padding:
@@ -86,9 +85,11 @@ class Padding:
         self, lengths: NDArray[np.integer], batch_size: int | None, num_ranks: int = 1
     ) -> list[Ids]:
         """Cut samples of these lengths into batches (see `eval_batches` in plan.py), of a size that
-        suits the device where none is asked for.
+        suits the device where none is asked for: fewer than usual of texts beyond 512 tokens.
         """
-        return eval_batches(self.widths(lengths), batch_size or self.eval_batch_size, num_ranks)
+        widths = self.widths(lengths)
+        at_once = self.eval_batch_size * 512 // max(512, int(widths.max(initial=1)))
+        return eval_batches(widths, batch_size or max(at_once, 1), num_ranks)
 
     def __call__(self, rows: list[NDArray[np.int32]]) -> Batch:
         """Pad rows of token ids [1, T], or ids and types [2, T], to attention_mask, input_ids and

@@ -123,7 +123,15 @@ class Plan:
         They stand in (micro step, rank) order: of N ranks, rank r takes numbers r, r + N, r + 2N,
         ...
         """
-        return np.array_split(self.global_batch(step), num_micro_batches)
+        numbers = range(num_micro_batches)
+        return [self.micro_batch(step, number, num_micro_batches) for number in numbers]
+
+    def micro_batch(self, step: int, number: int, num_micro_batches: int) -> Ids:
+        """Return one of an update's micro-batches, int64 [k]."""
+        ids = self.global_batch(step)
+        size, rest = divmod(len(ids), num_micro_batches)  # the first `rest` have one more
+        start = number * size + min(number, rest)
+        return ids[start : start + size + (number < rest)]
 
     def _by_length(self, epoch: int, start: int, stop: int) -> Ids:
         """Ids at places start..stop-1 of the epoch's permutation, sorted by length."""

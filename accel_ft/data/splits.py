@@ -5,6 +5,7 @@ cut off and a `max_train_samples` draw cost no memory, and are the same rows in 
 """
 
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,8 @@ VALIDATION_MAX = 2000
 FEW_ROWS = 100
 COMPARED_TEXTS = 1_000_000
 LABELS_TOLD = 20
+WHOLE = re.compile(r"-?[0-9]+\.0")
+SEPARATORS = "|;,/"
 SPLIT_KEY = combine_key(0xACCE1F7)  # fixed: other seeds train on the same rows
 
 
@@ -168,6 +171,8 @@ def load_splits(config: TrainConfig, tokenizer: Any, model_labels: Sequence[str]
         logger.warning("only %d validation rows%s", len(validation), spread * is_share)
     if not is_regression:
         _tell_labels(train, names)
+    if train.targets is not None and train.targets.ndim == 2:
+        _warn_of_separators(train.targets, names, config.label_separator)
     _warn_of_look_alikes(names)
     for name in [name for name in splits if name != "train"]:
         shared = count_shared_texts(train, splits[name])
@@ -248,7 +253,11 @@ def _tell_labels(train: Split, names: list[str]) -> None:
     assert train.targets is not None  # it is no regression
     codes = np.bincount(train.store.label_codes[train.ids(places)], minlength=len(train.targets))
     is_one = train.targets.ndim == 1
-    counts = np.bincount(train.targets, codes, len(names)) if is_one else codes @ train.targets
+    counts = (
+        np.bincount(train.targets, codes, len(names))
+        if is_one
+        else np.einsum("k,kc->c", codes, train.targets)  # `@` would make integers of the table
+    )
     rarest = np.argsort(counts, kind="stable")[:LABELS_TOLD]
     told = [f"{cut(names[number])} {counts[number]:.0f}" for number in rarest]
     told += ["..."] * (len(names) > LABELS_TOLD)
@@ -260,6 +269,17 @@ def _tell_labels(train: Split, names: list[str]) -> None:
         logger.warning("labels without a training row, which cannot be learnt: %s", "; ".join(told))
 
 
+def _warn_of_separators(targets: NDArray[np.bool_], names: list[str], separator: str) -> None:
+    """Warn where each row has one label of several at most, and some look like several in one."""
+    if targets.sum(axis=1).max(initial=0) > 1:
+        return
+    joined = next(((name, sign) for name in names for sign in SEPARATORS if sign in name), None)
+    advice = ""
+    if joined is not None:
+        advice = f". Fix, if {cut(joined[0])!r} is several: --label_separator {joined[1]!r}"
+    logger.warning("no row has more than one label, with label_separator %r%s", separator, advice)
+
+
 def _warn_of_look_alikes(names: list[str]) -> None:
     """Warn of labels that differ in case or spaces only, probably one label, and of numbers with
     fractions, probably no labels.
@@ -268,6 +288,11 @@ def _warn_of_look_alikes(names: list[str]) -> None:
         logger.warning(
             "the labels are numbers (%s, ...), and each is a class of its own. Fix, if they are "
             "amounts: --problem_type regression", names[0],
+        )  # fmt: skip
+    elif all(map(WHOLE.fullmatch, names)):
+        logger.warning(
+            "the labels are integers written with a fraction (%s, ...), as pandas does where a "
+            "cell is empty, and stay so. Fix: a column of integers", names[0],
         )  # fmt: skip
     seen: dict[str, str] = {}
     for name in names:

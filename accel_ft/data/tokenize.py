@@ -47,6 +47,7 @@ KEYS = {
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 WITHOUT_EFFECT = {"name_or_path", "is_local", "local_files_only", "model_max_length"}  # or its cut
 ROWS_AT_ONCE = 1000  # a fast tokenizer spreads each call over the cores
+CHARACTERS_AT_ONCE = 2_000_000  # of which it keeps some 40 bytes each, before it cuts
 
 
 class TokenStore:
@@ -253,6 +254,19 @@ def token_ids(
         int32 [1, T] each; where the model wants token types, and they are not all 0, [2, T]: ids
         and types. And how many lost their end; of a slow tokenizer, how many reach the limit.
     """
+    arrays, num_cut, start, size = list[NDArray[np.int32]](), 0, 0, 0
+    for stop, text in enumerate(texts, start=1):
+        size += len(text) if isinstance(text, str) else sum(map(len, text))
+        if size >= CHARACTERS_AT_ONCE or stop == len(texts):
+            some, num_cut_of_them = _encode(tokenizer, texts[start:stop], max_seq_length)
+            arrays.extend(some)
+            num_cut, start, size = num_cut + num_cut_of_them, stop, 0
+    return arrays, num_cut
+
+
+def _encode(
+    tokenizer: Any, texts: list[Text], max_seq_length: int
+) -> tuple[list[NDArray[np.int32]], int]:
     are_pairs = not isinstance(texts[0], str)
     columns = zip(*texts, strict=True) if are_pairs else (texts,)
     special = tokenizer.num_special_tokens_to_add(pair=are_pairs)

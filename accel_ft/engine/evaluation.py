@@ -67,16 +67,20 @@ def predict_split(
     finally:
         model.train(was_training)
         loader.end()
-    gathered: list[torch.Tensor] = [
-        accelerator.gather(accelerator.pad_across_processes(torch.cat(rows), dim=0, pad_index=-1))
-        for rows in (places, logits)
-    ]
-    all_places = gathered[0].cpu().numpy()
-    real = all_places >= 0
-    order = np.argsort(all_places[real], kind="stable")
-    if not np.array_equal(all_places[real][order], np.arange(num_samples)):
-        raise RuntimeError(f"evaluation of {num_samples} samples returned {real.sum()} predictions")
-    ledger: NDArray[np.float32] = gathered[1].cpu().numpy()[real][order]
+
+    def gathered(rows: list[torch.Tensor]) -> NDArray[Any]:
+        mine = torch.cat(rows)
+        rows.clear()  # many rows of many labels fill the memory
+        padded = accelerator.pad_across_processes(mine, dim=0, pad_index=-1)
+        found: NDArray[Any] = accelerator.gather(padded).cpu().numpy()
+        return found
+
+    all_places = gathered(places)
+    order = np.argsort(all_places, kind="stable")
+    order = order[np.searchsorted(all_places[order], 0) :]  # filling has the place -1
+    if not np.array_equal(all_places[order], np.arange(num_samples)):
+        raise RuntimeError(f"evaluation of {num_samples} samples returned {len(order)} predictions")
+    ledger: NDArray[np.float32] = gathered(logits)[order]
     return ledger
 
 
@@ -122,12 +126,12 @@ def write_predictions(
     places = np.arange(len(split), dtype=np.int64)
     labels, ids = split.labels(places), split.ids(places)
     rows = source.row_numbers(ids)
-    wrong, pairs = mistakes(logits, labels, splits.label_names, thresholds)
+    wrong, pair = mistakes(logits, labels, splits.label_names, thresholds)
     worst = np.argsort(-wrong, kind="stable")[: min(MISTAKES, int((wrong > 0).sum()))]
     arrays: dict[str, Any] = {} if thresholds is None else {"thresholds": thresholds}
     file = io.BytesIO()
     np.savez(file, logits=logits, labels=labels, rows=rows, **arrays)
-    write_whole(folder / "predictions.npz", file.getvalue())
+    write_whole(folder / "predictions.npz", file.getbuffer())
     if not source.is_unchanged():
         logger.warning("%s has changed since it was read: no mistakes.jsonl", source.name)
         return
@@ -136,8 +140,8 @@ def write_predictions(
     lines = [
         {
             "text": texts[int(ids[place])],
-            "label": pairs[place][0],
-            "predicted": pairs[place][1],
+            "label": pair(place)[0],
+            "predicted": pair(place)[1],
             measure: round(float(wrong[place]), 6),
             "row": int(rows[place]),
         }

@@ -8,18 +8,26 @@ from typing import Any
 from accel_ft.checkpoint import state
 from accel_ft.engine.graphs import Graphs
 from accel_ft.engine.run import Run
+from accel_ft.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 
 def resume(run: Run, folder: Path) -> None:
-    """Continue from a verified checkpoint. Collective."""
+    """Continue from a verified checkpoint. Collective.
+
+    Raises:
+        CheckpointError: it is another job's, or of a later update than this job's last.
+    """
     saved = state.read_trainer_state(folder)
-    here, there = run.identity, saved["identity"]
-    if saved["step"] < run.num_steps:  # else no update is left that it would change
-        here = here | {"mixed_precision": run.accelerator.mixed_precision}
-        there = there | {"mixed_precision": saved["mixed_precision"]}
+    here = run.identity | {"mixed_precision": run.accelerator.mixed_precision}
+    there = saved["identity"] | {"mixed_precision": saved["mixed_precision"]}
     state.check_same_run(folder, there, here, run.config.allow_changed)
+    if saved["step"] > run.num_steps:
+        raise CheckpointError(
+            f"{folder}: {saved['step']} updates are done, and the job has {run.num_steps}. "
+            "Fix: max_steps or num_train_epochs as they were, or greater"
+        )
     groups = run.scheduler.optimizer.param_groups
     fresh = [{key: group[key] for key in ("initial_lr", "weight_decay")} for group in groups]
     devices = run.watch.all_gather(run.accelerator.device.index or 0)

@@ -272,9 +272,9 @@ def load_for_training(
     Args:
         folder: resolved name.
         config: from `load_model_config`, with the number and names of the labels.
-        device: decides the attention path. Eager is the faster one on a CPU that trains:
-            scaled_dot_product_attention with dropout takes a slow path there. None leaves it to the
-            model.
+        device: decides the attention path. Eager is the faster one on a CPU that trains on short
+            texts: scaled_dot_product_attention with dropout takes a slow path there. None leaves it
+            to the model.
 
     Returns:
         The model, and the names of the parameters that are newly initialized.

@@ -8,7 +8,7 @@ from accel_ft.reporting.record import Record, scores_of
 
 CURVES = ("loss", "learning_rate", "grad_norm")
 IDLE_SETTINGS = {"output_dir", "reproduce", "report_to", "push_to_hub", "hub_model_id"}
-IDLE_RECEIPT = {"starts", "identity"}
+IDLE_RECEIPT = {"starts", "identity", "warnings"}
 
 Difference = tuple[str, Any, Any]  # what, in the first run, in the second
 Updates = tuple[int, int]  # the last one that an event does not speak of, the last one it does

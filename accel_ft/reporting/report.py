@@ -12,12 +12,12 @@ import yaml
 from numpy.typing import NDArray
 
 from accel_ft.errors import require
-from accel_ft.metrics import confusion_matrix, sigmoid, softmax
+from accel_ft.metrics import by_blocks, confusion_matrix, sigmoid, softmax
 from accel_ft.reporting.record import Record, calibration, intervals, read_record, results
 from accel_ft.runtime.files import write_whole
 from accel_ft.runtime.logging import MEASURED
 
-MISTAKES_SHOWN, CONFUSIONS_SHOWN = 40, 20
+MISTAKES_SHOWN, CONFUSIONS_SHOWN, TEXT_SHOWN = 40, 20, 2000
 DPI = 130
 
 
@@ -59,7 +59,7 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
         images[name] = base64.b64encode(file.read_bytes()).decode()
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     page = jinja2.Template(template, autoescape=True, trim_blocks=True).render(
-        runs=shown, images=images, curves=curves, text=_text,
+        runs=shown, images=images, curves=curves, text=_text, shortened=_shortened,
         metrics=dict.fromkeys(key for run in shown for key in run["scores"]),
         most=figures.TICKS_AT_MOST,
     )  # fmt: skip
@@ -96,6 +96,13 @@ def _text(value: Any) -> Any:
     return yaml.safe_dump(value, sort_keys=False, allow_unicode=True).removesuffix("...\n")
 
 
+def _shortened(text: Any) -> Any:
+    """A text, or a pair of texts, as the page shows it."""
+    if isinstance(text, list):
+        return [_shortened(part) for part in text]
+    return text if len(text) <= TEXT_SHOWN else f"{text[:TEXT_SHOWN]} ..."
+
+
 def _about_predictions(record: Record) -> dict[str, Any]:
     logits, labels = record.predictions["logits"], record.predictions["labels"]
     names = record.receipt["identity"]["labels"]
@@ -106,8 +113,9 @@ def _about_predictions(record: Record) -> dict[str, Any]:
         predicted = logits.argmax(axis=1)
         matrix = confusion_matrix(labels, predicted, len(names))
         hits, present, chosen = np.diag(matrix), matrix.sum(axis=1), matrix.sum(axis=0)
+        confidence = by_blocks(lambda some: softmax(some).max(axis=1), logits)
         about |= {"confusion": (matrix, names), "confusions": _confusions(matrix, names)}
-        about["reliability"] = calibration(softmax(logits).max(axis=1), predicted == labels)
+        about["reliability"] = calibration(confidence, predicted == labels)
     else:
         chances, actual = sigmoid(logits), labels > 0.5
         found = chances >= record.predictions["thresholds"]

@@ -21,7 +21,7 @@ STAGED = ".accel_ft-"  # between the name of a file that is being written, and w
 LOCK_SECONDS = 30.0  # a run that was told to stop may still be saving
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_whole(path: Path, content: str | bytes | memoryview) -> None:
     """Replace a file's content; a reader, or a kill, never meets half of it."""
     staging = path.with_name(f".{path.name}{STAGED}{os.getpid()}")
     try:

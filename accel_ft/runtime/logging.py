@@ -49,13 +49,30 @@ class _TqdmHandler(logging.Handler):
         tqdm.write(self.format(record), file=TERMINAL)
 
 
+class _Collector(logging.Handler):
+    """Keeps the warnings."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        warned.append(record.getMessage())
+
+
+warned: list[str] = []  # since `setup_logging`
+
+
+def _is_needed(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Removed shared tensor")
+
+
 def setup_logging(is_main: bool) -> None:
     """Show accel_ft's messages, of rank 0 alone; quiet the libraries."""
-    logger = logging.getLogger("accel_ft")
-    others = [each for each in logger.handlers if not isinstance(each, _TqdmHandler)]
-    logger.handlers = [*others, _TqdmHandler()]
+    logger, ours = logging.getLogger("accel_ft"), (_TqdmHandler, _Collector)
+    others = [each for each in logger.handlers if not isinstance(each, ours)]
+    logger.handlers = [*others, _TqdmHandler(), _Collector(logging.WARNING)]
+    warned.clear()
     logger.setLevel(logging.INFO if is_main else logging.ERROR)
     logger.propagate = False
+    # Of each save of T5's kind, whose embeddings are one tensor, it says that this should be well.
+    logging.getLogger("accelerate.utils.other").addFilter(_is_needed)
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -116,8 +133,8 @@ class EventLog:
         batch is `passed_over`; not when and why it was started and stopped.
         """
         if self.writes and self.path.exists():
-            kept = [
-                event
+            kept = (
+                json.dumps(event) + "\n"
                 for event in read_events(self.path)
                 if (
                     event["step"] <= step
@@ -128,8 +145,8 @@ class EventLog:
                 or event["event"] in ("resume", "preempted")
                 or event.get("policy") == "stop"
                 or (event.get("policy") == "rollback" and event["update"] - 1 in passed_over)
-            ]
-            write_whole(self.path, "".join(json.dumps(event) + "\n" for event in kept))
+            )
+            write_whole(self.path, "".join(kept))
 
     def sync(self) -> None:
         """Put the events on the disk."""
@@ -143,10 +160,11 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """
     if not path.exists():
         return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            event = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(event, dict) and {"event", "step"} <= event.keys():
-            yield event
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                event = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(event, dict) and {"event", "step"} <= event.keys():
+                yield event

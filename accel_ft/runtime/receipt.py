@@ -16,6 +16,7 @@ from torch.distributed import is_nccl_available
 import accel_ft
 from accel_ft.errors import ConfigError
 from accel_ft.runtime.files import write_whole
+from accel_ft.runtime.logging import warned
 from accel_ft.runtime.memory import malloc_in_use
 from accel_ft.settings import read_receipt
 
@@ -47,6 +48,7 @@ def write_receipt(path: Path, accelerator: Accelerator, about_run: dict[str, Any
         "strategy": strategy,
         "machine": machine,
         **{key: value for key, value in about_run.items() if key != "step"},
+        "warnings": list(dict.fromkeys(warned)),
         "starts": starts,
     }
     write_whole(path, json.dumps(receipt, indent=1) + "\n")

@@ -198,6 +198,7 @@ class Watch:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         lost: str | None = None
+        code = RankError.exit_code
         if error is None:
             self.stage("end", can_save=True)
         elif not (isinstance(error, Preempted) or self._interrupted):
@@ -205,10 +206,13 @@ class Watch:
             if self.num_ranks > 1 and felt:  # maybe another's end, felt here
                 limit = self.limit / 2 if "imed out" in str(error) else 0.0
                 found = self._find_lost(limit, wait_seconds=GRACE_SECONDS)
-                lost = found[1] if found is not None else self._if_timed_out(error)
+                if found is not None:
+                    _, lost, code = found
+                else:
+                    lost = self._if_timed_out(error)
                 if lost is None and not self.folder.is_dir():
                     lost = f"rank {self.rank} lost the others, and {self.folder.parent} is gone"
-            self._failed = f"{type(error).__name__}: {error}"
+            self._failed, self._beat["exit_code"] = f"{type(error).__name__}: {error}", code
             words = lost or self._words(self._beat, f"failed ({self._failed})")
             leave_last_words(f"error: {words}")  # the launcher may end this rank from here on
             self._say("".join(traceback.format_exception(error)), aloud=False)
@@ -227,7 +231,8 @@ class Watch:
         for file in (self._log, self._wake, self._wake_end):
             file.close()
         if lost is not None:
-            raise RankError(lost) from error
+            kind_of_end = Preempted if code == Preempted.exit_code else RankError
+            raise kind_of_end(lost) from error
         if self._interrupted:
             stage = self._beat["stage"]
             why = "without saving" if self._gives_up else "there was nothing to save yet"
@@ -306,7 +311,8 @@ class Watch:
         """End this process, whose main thread may wait for a rank that will not come."""
         rank, words, exit_code = lost
         faulthandler.dump_traceback(self._log)
-        self._leave(self._advised(words), exit_code, aloud=self.rank == (1 if rank == 0 else 0))
+        told = words if exit_code == Preempted.exit_code else self._advised(words)
+        self._leave(told, exit_code, aloud=self.rank == (1 if rank == 0 else 0))
 
     def _leave(self, words: str, exit_code: int, aloud: bool = True) -> None:
         leave_last_words(words)
@@ -386,7 +392,8 @@ class Watch:
     def _fate(self, beat: dict[str, Any], limit: float) -> str:
         """What happened to another rank: "" while it is well."""
         if beat["failed"]:
-            return f"failed ({beat['failed']})"
+            was_signalled = beat["exit_code"] == Preempted.exit_code
+            return f"{'ended' if was_signalled else 'failed'} ({beat['failed']})"
         here = beat["host"] == self._beat["host"]
         return self._fate_here(beat, limit) if here else self._fate_elsewhere(beat, limit)
 

@@ -393,7 +393,9 @@ def test_a_job_that_cannot_run_is_told_once(
 ) -> None:
     monkeypatch.setenv("FAILS", "1")
     words = ["--num_trials", "20", "--parallel_trials", at_once]
-    with pytest.raises(ConfigError, match=r"came to its end, \d failed: error: the rows are bad \(each"):
+    with pytest.raises(
+        ConfigError, match=r"came to its end, \d failed: error: the rows are bad \(each"
+    ):
         search_of_stand_ins("learning_rate: {low: 0.1, high: 0.9}\n", *words)
     told = capsys.readouterr()
     assert told.out.count("failed: error: the rows are bad (see its log)") in (3, 2 + int(at_once))
