@@ -425,7 +425,8 @@ class TrainConfig(HubConfig, DataConfig):
         of_one = () if is_regression else ("per_class.LABEL.f1 (precision, recall)",)
         if wanted not in METRICS[self.problem_type] and (is_regression or self.best_label is None):
             allowed = ", ".join((*METRICS[self.problem_type], *of_one))
-            near = nearest(wanted, METRICS[self.problem_type], 0.3)
+            longer = [name for name in METRICS[self.problem_type] if name.startswith(wanted)]
+            near = f" Did you mean `{longer[0]}`?" if longer else ""
             words = f"no metric of {self.problem_type}.{near} Allowed: {allowed}"
             yield self._fault(words, "metric_for_best_model", "problem_type")
         for key in ("class_weights", "oversampling", "label_smoothing_factor"):

@@ -384,9 +384,12 @@ def test_a_resume_that_trains_nothing_says_so(
 
     train.main([*words, "--max_steps", "4"])
     longer = ["--resume_from_checkpoint", str(tmp_path / "run/checkpoints/step_00000004")]
-    train.main([*words, "--max_steps", "2", "--output_dir", str(tmp_path / "new run"), *longer])
+    longer += ["--output_dir", str(tmp_path / "new run")]
+    with pytest.raises(CheckpointError, match=r"step_00000004: 4 updates are done, and .* has 2\."):
+        train.main([*words, "--max_steps", "2", *longer])
+    train.main([*words, "--max_steps", "4", *longer])
     done = capsys.readouterr()
-    assert "4 of 2 updates done\n" in done.err
+    assert "4 of 4 updates done\n" in done.err
     assert f"--checkpoint '{tmp_path}/new run/model' --text" in done.out  # as a shell takes it
     predict.main(["--checkpoint", str(tmp_path / "run"), "--text", "a", "--text_pair", "b"])
     assert "run: was trained on single texts, not on pairs" in capsys.readouterr().err

@@ -148,7 +148,13 @@ def test_a_resume_in_another_precision_is_refused(
         shutil.rmtree(run / "model")
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
         AcceleratorState._reset_state()
-        train.main(words)  # no update is left that it would change
+        record = (run / "receipt.json").read_bytes()
+        with pytest.raises(CheckpointError, match="'bf16' in the checkpoint, 'no' in this job"):
+            train.main(words)  # though no update is left: its record would be another's
+        assert (run / "receipt.json").read_bytes() == record
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+        AcceleratorState._reset_state()
+        train.main(words)
         assert (run / "model/config.json").is_file()
     finally:
         AcceleratorState._reset_state()
@@ -782,9 +788,10 @@ def test_predict_reads_as_it_writes(finished: Path, tmp_path: Path) -> None:
 
     written = 0
     for lines in predict.Predictor(config, make_accelerator()).label(counted()):
-        written += len(lines)
+        size = len(list(lines))
+        written += size
         assert read == written
-        assert len(lines) <= 4096
+        assert size <= 4096
     assert written == 10_000
 
 
