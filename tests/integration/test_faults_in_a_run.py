@@ -5,6 +5,7 @@ import gzip
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -768,6 +769,73 @@ def test_a_watch_of_many_ranks_acts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             time.sleep(0.05)
         watch.num_ranks = 1
     assert ended[0] == 1
+
+
+def test_warnings_are_in_the_receipt_and_the_report(words: list[str], tmp_path: Path) -> None:
+    """Of the newest start, each once, and none of another run of this process."""
+    report = ["--report_to", "html"]
+    train.main([*words, "--max_steps", "2", "--lora_alpha", "3", *report])
+    receipt = json.loads((tmp_path / "run/receipt.json").read_text())
+    assert len(receipt["warnings"]) == len(set(receipt["warnings"])) > 1
+    idle = "lora_alpha has no effect on training without lora_r"
+    assert receipt["warnings"].count(idle) == 1
+    page = (tmp_path / "run/report.html").read_text()
+    assert f"<li>{idle}</li>" in page
+    train.main([*words, "--max_steps", "2", "--output_dir", str(tmp_path / "other"), *report])
+    assert idle not in (tmp_path / "other/receipt.json").read_text()
+    assert idle not in (tmp_path / "other/report.html").read_text()
+
+
+def test_a_warning_of_shared_tensors_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """accelerate has it at each save of T5's kind."""
+    setup_logging(True)
+    for words in ("Removed shared tensor {'a'} while saving.", "Another."):
+        logging.getLogger("accelerate.utils.other").warning(words)
+    assert caplog.messages == ["Another."]
+
+
+@pytest.mark.parametrize(
+    ("failed", "code", "kind", "told"),
+    [
+        ("SIGTERM, nothing to save yet", 75, Preempted, "ended (SIGTERM, nothing to save yet) at"),
+        ("ValueError: x", 1, RankError, "failed (ValueError: x) at"),
+    ],
+)
+@pytest.mark.parametrize("feels_it", [True, False])
+def test_the_others_of_a_rank_that_a_signal_ended_are_preempted(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failed: str,
+    code: int,
+    kind: type[UserError],
+    told: str,
+    feels_it: bool,
+) -> None:
+    """Whether a collective fails first or the watch sees it: the same exit code."""
+    left: list[tuple[str, int]] = []
+    monkeypatch.setattr(
+        Watch, "_leave", lambda self, words, code, aloud: left.append((words, code))
+    )
+    monkeypatch.setattr(watch_module, "TICK_SECONDS", 60.0 if feels_it else 0.01)
+    watch = Watch(tmp_path, 0, 1, 60, "ask the doctor")
+    watch.num_ranks = 2
+    beat = {"rank": 1, "run": watch._beat["run"], "failed": failed, "ended": False, "at": 0}
+    about = {"pid": 1, "host": "h", "stage": "model", "exit_code": code}
+    (tmp_path / "rank_00001.json").write_text(json.dumps(beat | about))
+    if feels_it:
+        with pytest.raises(kind, match=re.escape(told)) as caught, watch:
+            raise RuntimeError("gloo: connection closed by peer")
+        assert caught.value.exit_code == code
+        assert json.loads((tmp_path / "rank_00000.json").read_text())["exit_code"] == code
+        return
+    with watch:
+        deadline = time.monotonic() + 10
+        while not left and time.monotonic() < deadline:
+            time.sleep(0.05)
+        watch.num_ranks = 1
+    assert told in left[0][0]
+    assert left[0][1] == code
+    assert ("ask the doctor" in left[0][0]) == (code == 1)
 
 
 def start(words: list[str], *, shell: bool = False) -> subprocess.Popen[str]:

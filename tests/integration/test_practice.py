@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from accelerate import Accelerator
 from conftest import LATEST, cut_off, events_of, make_tiny_model, run_hash, stopped_at, write_rows
 from safetensors.torch import load_file
@@ -413,6 +414,15 @@ def test_fit_and_load_classifier(tmp_path: Path, tiny_model: Path, rows_file: Pa
         load_classifier(model).predict({"text": ["a", "b"]})
     with pytest.raises(ConfigError, match=r"resume_from_checkpoint: true given. Allowed: latest\|"):
         fit(resume_from_checkpoint=True)
+    with pytest.raises(ConfigError, match="batch_size, device: unknown. Allowed: all_scores, max_"):
+        load_classifier(model, device="cuda", batch_size=3)
+    job = tmp_path / "run/config.yaml"
+    with pytest.raises(ConfigError, match=r"config.yaml: there is no such file"):
+        fit(tmp_path / "gone/config.yaml")
+    assert fit(job, max_steps=1, output_dir=tmp_path / "two") == tmp_path / "two/model"
+    assert yaml.safe_load((tmp_path / "two/config.yaml").read_text()) == yaml.safe_load(
+        job.read_text()
+    ) | {"max_steps": 1, "output_dir": str(tmp_path / "two")}
     with pytest.raises(
         ConfigError, match="learning_rat: unknown key. Did you mean `learning_rate`"
     ):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import FILLING, WORDS, cut_off, events_of, job_words, run_hash
 
-from accel_ft import evaluate, load_classifier, predict, train
+from accel_ft import evaluate, export, load_classifier, predict, train
 from accel_ft.config import DataConfig
 from accel_ft.data.loader import Padding
 from accel_ft.data.sources import file_source
@@ -119,6 +119,12 @@ def test_several_labels(
     config = json.loads((tmp_path / "run/model/config.json").read_text())
     assert config["problem_type"] == "multi_label_classification"
     assert len(config["thresholds"]) == 4
+    newest = max((tmp_path / "run/checkpoints").iterdir())
+    capsys.readouterr()
+    export.main(["--checkpoint", str(newest), "--output", str(tmp_path / "early")])
+    assert f"{newest.name} has no thresholds yet" in capsys.readouterr().err
+    export.main(["--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "whole")])
+    assert "thresholds" not in capsys.readouterr().err
     classify = load_classifier(tmp_path / "run", all_scores=True)
     several_columns = DataConfig(problem_type="multi_label_classification", label_separator=";")
     texts, meant = zip(

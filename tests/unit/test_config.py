@@ -2,6 +2,7 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -75,6 +76,8 @@ def test_keys_of_the_trainer_that_are_said_otherwise_here(tmp_path: Path) -> Non
     assert "--bf16: unknown key. Fix: --mixed_precision bf16 before -m" in fault("--bf16", "true")
     assert "--adam_beta1: unknown key. It is 0.9" in fault("--adam_beta1", "0.9")
     assert "--num_labels: unknown key. Fix: leave it out" in fault("--num_labels", "4")
+    assert "leave it out; rows of like length" in fault("--group_by_length", "true")
+    assert "Did you mean `f1_macro`? Allowed" in fault("--metric_for_best_model", "f1")
     message = fault("--config", write(tmp_path, "eval_strategy: steps\nmixed_precision: bf16\n"))
     assert "eval_strategy" in message
     assert "unknown key. Fix: eval_steps" in message
@@ -388,6 +391,9 @@ def test_what_is_no_path_is_told_in_a_line() -> None:
     for table in (np.zeros((20, 20)), np.zeros((2, 2))):  # of several lines, if short ones
         with pytest.raises(ConfigError, match=r"^train_file=a ndarray: .*Allowed: PATH$"):
             checked(TrainConfig, {"train_file": table})
+    frame = SimpleNamespace(to_csv=None)
+    with pytest.raises(ConfigError, match=r"PATH. Fix: its to_csv, and that path$"):
+        checked(TrainConfig, {"train_file": frame})
 
 
 def test_help_of_what_a_run_decides(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -488,6 +489,14 @@ def test_widths(tokenizer) -> None:
     assert Padding(tokenizer, 2, cuda, few=True).widths(np.array([1, 2])).tolist() == [2, 2]
 
 
+@pytest.mark.parametrize(("longest", "most"), [(64, 16), (512, 16), (1024, 8), (20_000, 1)])
+def test_fewer_long_texts_are_evaluated_at_once(tokenizer, longest: int, most: int) -> None:
+    """As many tokens as of 512 each, or else one text; as many as are asked for where they are."""
+    pad, lengths = Padding(tokenizer, longest, CPU), np.full(40, longest)
+    assert max(map(len, pad.eval_batches(lengths, None))) == most
+    assert max(map(len, pad.eval_batches(lengths, 30))) == 30
+
+
 def test_left_padding(rows_file: Path, tokenizer) -> None:
     pad = Padding(tokenizer, 64, CPU)
     pad.left = True
@@ -571,6 +580,62 @@ def test_labels_that_look_alike_are_told(
         "'caf\u00e9' and 'cafe\u0301'" in caplog.text
         or "'cafe\u0301' and 'caf\u00e9'" in caplog.text
     )
+
+
+@pytest.mark.parametrize(
+    ("labels", "told"),
+    [
+        (["a|b", "b", "c|a"], "no row has more than one label, with label_separator ','. Fix, if 'a|b' is several: --label_separator '|'"),
+        (["a", "b", "c"], "no row has more than one label, with label_separator ','"),
+        (["a,b", "b", "c"], None),
+    ],
+)  # fmt: skip
+def test_a_separator_that_was_left_out_is_told(
+    tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture, labels: list[str], told: str | None
+) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text("text,label\n" + "".join(f'the a,"{label}"\n' for label in labels))
+    config = TrainConfig(
+        train_file=file, validation_file=file, problem_type="multi_label_classification"
+    )
+    with caplog.at_level("WARNING"):
+        load_splits(config, tokenizer)
+    found = [text for text in caplog.messages if text.startswith("no row has more")]
+    assert found == ([] if told is None else [told])
+
+
+@pytest.mark.parametrize(("labels", "is_told"), [("1.0 2.0 3.0", True), ("1 2.0 3.0", False)])
+def test_integers_that_pandas_made_fractions_of_are_told(
+    tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture, labels: str, is_told: bool
+) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text("text,label\n" + "".join(f"the a,{label}\n" for label in labels.split()))
+    with caplog.at_level("WARNING"):
+        load_splits(TrainConfig(train_file=file, validation_file=file), tokenizer)
+    assert ("integers written with a fraction (1.0, ...)" in caplog.text) == is_told
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_long_texts_are_tokenised_some_at_a_time(
+    tokenizer, monkeypatch: pytest.MonkeyPatch, pairs: bool
+) -> None:
+    texts: list[Any] = ["the a " * (7 * n % 11) for n in range(40)]
+    if pairs:
+        texts = [(text, "a the") for text in texts]
+    whole, num_cut = token_ids(tokenizer, texts, 8)
+    sizes, encode = [], tokenize_module._encode
+
+    def watched(tokenizer: Any, some: list[Any], limit: int) -> Any:
+        sizes.append(len(some))
+        return encode(tokenizer, some, limit)
+
+    monkeypatch.setattr(tokenize_module, "CHARACTERS_AT_ONCE", 100)
+    monkeypatch.setattr(tokenize_module, "_encode", watched)
+    parts, num_cut_in_parts = token_ids(tokenizer, texts, 8)
+    assert num_cut_in_parts == num_cut > 0
+    assert [row.tolist() for row in parts] == [row.tolist() for row in whole]
+    assert sum(sizes) == 40
+    assert max(sizes) < 10 < len(sizes)
 
 
 @pytest.mark.parametrize("count", [4, 30])

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import make_tiny_model
 from huggingface_hub import constants
 
+from accel_ft.config import TrainConfig
 from accel_ft.errors import CheckpointError, ConfigError
 from accel_ft.model.load import (
     check_max_seq_length,
@@ -23,6 +25,7 @@ from accel_ft.model.load import (
     position_limit,
     resolve,
 )
+from accel_ft.model.plain import plain_model
 from accel_ft.runtime.hub import hub_reachable
 
 
@@ -84,6 +87,19 @@ def test_the_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
         load_tokenizer("distilbert/no-such-model")
     assert (offline, constants.HF_HUB_OFFLINE) == ([True], False)
     hub_reachable.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("device", "max_seq_length", "path"),
+    [("cpu", 512, "eager"), ("cpu", 513, "sdpa"), ("cuda", 512, "sdpa")],
+)
+def test_the_attention_path(tmp_path: Path, device: str, max_seq_length: int, path: str) -> None:
+    """Eager keeps the square of the length for each head: of long texts, tens of gigabytes."""
+    folder = make_tiny_model(tmp_path, max_positions=600)
+    config = TrainConfig(model_name_or_path=str(folder), max_seq_length=max_seq_length)
+    tokenizer = load_tokenizer(str(folder))
+    model, _ = plain_model(config, torch.device(device), ["a", "b"], tokenizer)
+    assert model.config._attn_implementation == path
 
 
 def test_a_folder_of_adapters(tiny_model: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import math
 import pickle
 from itertools import pairwise
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accel_ft import metrics
 from accel_ft.config import TrainConfig
 from accel_ft.engine.build import _resolve_batch
 from accel_ft.engine.step import weighted_loss
@@ -18,6 +19,7 @@ from accel_ft.metrics import (
     Classification,
     confusion_matrix,
     cross_entropy,
+    mistakes,
     score,
 )
 from accel_ft.model.optim import layer_depths, make_optimizer, make_scheduler, scaled_learning_rate
@@ -107,6 +109,29 @@ def test_all_metrics_of_an_evaluation() -> None:
         "f1": pytest.approx(2 / 3),
         "support": 1,
     }
+
+
+@pytest.mark.parametrize("kind", ["one label", "several"])
+def test_large_tables_are_measured_in_blocks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(0)
+    logits = random.normal(size=(101, 7)).astype(np.float32)
+    labels: Any = random.integers(0, 7, 101)
+    if kind == "several":
+        labels = (random.random((101, 7)) < 0.3).astype(np.float32)
+    names = list("abcdefg")
+    whole, (wrong, pair) = score(logits, labels, names), mistakes(logits, labels, names)
+    sizes: list[int] = []
+    sigmoid, softmax = metrics.sigmoid, metrics.softmax
+    monkeypatch.setattr(metrics, "sigmoid", lambda x: sizes.append(len(x)) or sigmoid(x))
+    monkeypatch.setattr(metrics, "softmax", lambda x: sizes.append(len(x)) or softmax(x))
+    monkeypatch.setattr(metrics, "BLOCK_CELLS", 70)
+    assert score(logits, labels, names) == whole
+    parts, same_pair = mistakes(logits, labels, names)
+    assert max(sizes) == 10
+    assert np.array_equal(parts, wrong)
+    assert [same_pair(row) for row in range(101)] == [pair(row) for row in range(101)]
+    monkeypatch.setattr(metrics, "BLOCK_CELLS", 1)
+    assert score(logits, labels, names) == whole
 
 
 def test_metrics_leave_random_numbers_alone() -> None:

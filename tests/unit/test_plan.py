@@ -146,6 +146,16 @@ def test_eval_batches(size: int, batch: int, ranks: int) -> None:
         assert lengths[b].min() >= lengths[following].max()
 
 
+@given(size=st.integers(1, 60), parts=st.integers(1, 70))
+@settings(deadline=None, max_examples=60)
+def test_micro_batches_are_of_nearly_equal_size(size: int, parts: int) -> None:
+    plan = Plan(size, size, 0, lambda ids: ids % 7)
+    whole = plan.global_batch(0)
+    for number, expected in enumerate(np.array_split(whole, parts)):
+        assert np.array_equal(plan.micro_batch(0, number, parts), expected)
+    assert len(plan.micro_batches(0, parts)) == parts
+
+
 def test_impossible_sizes() -> None:
     with pytest.raises(ValueError, match="must be at least 1"):
         make_plan(0, 8)
