@@ -104,7 +104,10 @@ def test_a_model_that_left_its_run_is_measured_as_in_it(
     ):
         evaluate.main(["--checkpoint", str(out)])
     settings.write_text(re.sub("test_file: .*", "test_file: rows/of.csv", settings.read_text()))
-    with pytest.raises(ConfigError, match=r"test_file=rows/of.csv: .* from the run's config.yaml"):
+    with pytest.raises(
+        ConfigError,
+        match=r"test_file=rows/of.csv: .* from the run's config.yaml\). Fix: the folder that",
+    ):
         evaluate.main(["--checkpoint", "."])
 
 

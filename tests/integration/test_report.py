@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from accel_ft import report, train
 from accel_ft.config import TrainConfig
 from accel_ft.errors import ConfigError, UserError
+from accel_ft.reporting import report as report_module
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -103,6 +104,21 @@ def test_the_report_in_a_browser(width: int, words: list[str], tmp_path: Path) -
     found = re.search(r"<title>(\d+),(\d+),(\d+)</title>", done.stdout)
     assert found is not None
     assert [int(number) for number in found.groups()] == [0, 9, 9]
+
+
+def test_long_texts_are_shortened_in_the_report(words: list[str], tmp_path: Path) -> None:
+    rows = tmp_path / "long.csv"
+    texts = [f"begins {'word ' * 1000}ends,{label}" for label in ("A", "B")]
+    rows.write_text("\n".join(["text,label", *texts * 4]))
+    words += ["--train_file", str(rows), "--validation_file", str(rows), "--test_file", str(rows)]
+    train.main([*words, "--max_steps", "1", "--report_to", "html"])
+    page = (tmp_path / "run/report.html").read_text()
+    cells = re.findall('<td class="text">(.*?)</td><td>', page)
+    assert {len(cell) for cell in cells} == {2004}
+    assert cells[0].endswith(" ...")
+    kept = json.loads((tmp_path / "run/mistakes.jsonl").read_text().splitlines()[0])
+    assert kept["text"].endswith("ends")
+    assert report_module._shortened(["a", "b" * 3000]) == ["a", "b" * 2000 + " ..."]
 
 
 def test_a_report_of_runs_of_one_name_and_of_one_that_goes_on(
