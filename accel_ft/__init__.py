@@ -49,6 +49,8 @@ def fit(config: str | Path | None = None, **settings: Any) -> Path:
     from accel_ft.settings import checked, read_settings, settings_to_reproduce
     from accel_ft.train import fit as run
 
+    if not isinstance(config, str | Path | None):
+        raise ConfigError("config: the path of a YAML file is wanted; other keys go by name")
     if config is not None:
         settings = read_settings(Path(config).expanduser()) | settings
     job = checked(TrainConfig, settings, settings_to_reproduce(settings))

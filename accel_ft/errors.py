@@ -122,7 +122,8 @@ def run_command(main: Callable[[], None]) -> None:
         leave_last_words(words)
         if preempted:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the launcher, as others have ended
-            close_process_group()
+            if error.__cause__ is None:  # else another rank is gone, and NCCL would wait for it
+                close_process_group()
             if os.environ.get("RANK", "0") != "0":  # all ranks alike
                 sys.exit(EXIT_PREEMPTED)
         _let_rank_0_speak_first()

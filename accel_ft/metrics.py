@@ -253,14 +253,14 @@ def mistakes(
     if labels.ndim == 2:
         least, actual = 0.5 if thresholds is None else thresholds, labels > 0.5
 
-        def worst(logits: NDArray[Any], actual: NDArray[np.bool_]) -> NDArray[np.float64]:
-            chances = sigmoid(logits)
-            found = chances >= least
+        found = by_blocks(lambda some: sigmoid(some) >= least, logits)
+
+        def worst(logits: NDArray[Any], *sets: NDArray[np.bool_]) -> NDArray[np.float64]:
+            (actual, found), chances = sets, sigmoid(logits)
             given = np.where(found, chances, 1 - chances)
             return np.asarray(np.where(found != actual, given, 0.0).max(axis=1))
 
-        wrong = by_blocks(worst, logits, actual)
-        found = by_blocks(lambda some: sigmoid(some) >= least, logits)
+        wrong = by_blocks(worst, logits, actual, found)
         return wrong, lambda row: (names[actual[row]].tolist(), names[found[row]].tolist())
     found = logits[:, 0].astype(np.float64)
     return np.abs(found - labels), lambda row: (float(labels[row]), float(found[row]))

@@ -140,8 +140,7 @@ def write_predictions(
     lines = [
         {
             "text": texts[int(ids[place])],
-            "label": pair(place)[0],
-            "predicted": pair(place)[1],
+            **dict(zip(("label", "predicted"), pair(place), strict=True)),
             measure: round(float(wrong[place]), 6),
             "row": int(rows[place]),
         }

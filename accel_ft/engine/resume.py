@@ -23,11 +23,7 @@ def resume(run: Run, folder: Path) -> None:
     here = run.identity | {"mixed_precision": run.accelerator.mixed_precision}
     there = saved["identity"] | {"mixed_precision": saved["mixed_precision"]}
     state.check_same_run(folder, there, here, run.config.allow_changed)
-    if saved["step"] > run.num_steps:
-        raise CheckpointError(
-            f"{folder}: {saved['step']} updates are done, and the job has {run.num_steps}. "
-            "Fix: max_steps or num_train_epochs as they were, or greater"
-        )
+    refuse_fewer_updates(folder, saved["step"], run.num_steps)
     groups = run.scheduler.optimizer.param_groups
     fresh = [{key: group[key] for key in ("initial_lr", "weight_decay")} for group in groups]
     devices = run.watch.all_gather(run.accelerator.device.index or 0)
@@ -47,6 +43,19 @@ def resume(run: Run, folder: Path) -> None:
     else:
         run.meter.loss_sum = math.fsum(sums) if rank == 0 else 0.0
     run.meter.loss_weight = saved["loss_weight"]
+
+
+def refuse_fewer_updates(folder: Path, done: int, wanted: int) -> None:
+    """Refuse to end a run before where it is: its record would be another's.
+
+    Raises:
+        CheckpointError: more updates are done than are wanted.
+    """
+    if done > wanted:
+        raise CheckpointError(
+            f"{folder}: {done} updates are done, and the job has {wanted}. "
+            "Fix: max_steps or num_train_epochs as they were, or greater"
+        )
 
 
 def _set_rates(run: Run, fresh: list[dict[str, Any]]) -> None:

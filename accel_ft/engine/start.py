@@ -9,7 +9,7 @@ from typing import Any
 from accel_ft.checkpoint import state, transaction
 from accel_ft.config import TrainConfig
 from accel_ft.data.tokenize import tokenizer_fingerprint
-from accel_ft.engine.resume import resume
+from accel_ft.engine.resume import refuse_fewer_updates, resume
 from accel_ft.engine.run import Run
 from accel_ft.errors import CheckpointError
 from accel_ft.model import load
@@ -28,13 +28,14 @@ def is_finished(run: Run) -> bool:
     another choice between best and last model, or none there, its end is to be made anew.
 
     Raises:
-        CheckpointError: it holds another job's.
+        CheckpointError: it holds another job's, or a longer one.
     """
     config = run.config
     ends = [event for event in read_events(run.events.path) if event["event"] == "end"]
     if config.resume_from_checkpoint != "latest" or not ends:
         return False
     step, patience = ends[-1]["step"], config.early_stopping_patience
+    refuse_fewer_updates(run.output_dir, step, run.num_steps)
     is_whole = step >= run.num_steps
     if not is_whole and (patience is None or ends[-1]["num_worse"] < patience):
         return False
@@ -114,6 +115,7 @@ def start_or_resume(run: Run) -> None:
         )
     run.watch.barrier()  # all have looked
     run.trackers.start(run.config, run.step)
+    _announce(run)
     if accelerator.is_main_process:
         transaction.make_root(run.checkpoints)
         transaction.remove_leftovers(run.checkpoints, later)
@@ -126,7 +128,6 @@ def start_or_resume(run: Run) -> None:
             (run.output_dir / name).unlink(missing_ok=True)
         if run.step > 0:
             run.events.write("resume", step=run.step, num_processes=accelerator.num_processes)
-    _announce(run)
     run.watch.barrier()
     if is_others or (run.config.on_nonfinite == "rollback" and run.step == 0):
         run.save()  # what it can be rolled back to, or go on from

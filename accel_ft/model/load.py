@@ -272,9 +272,9 @@ def load_for_training(
     Args:
         folder: resolved name.
         config: from `load_model_config`, with the number and names of the labels.
-        device: decides the attention path. Eager is the faster one on a CPU that trains on short
-            texts: scaled_dot_product_attention with dropout takes a slow path there. None leaves it
-            to the model.
+        device: decides the attention path. Eager is the faster one on a CPU that trains:
+            scaled_dot_product_attention with dropout takes a slow path there. None leaves it to the
+            model.
 
     Returns:
         The model, and the names of the parameters that are newly initialized.
@@ -304,6 +304,12 @@ def load_for_training(
         )
     model.config.architectures = [type(model).__name__]  # a base model's config names that one
     return model, new_parameters
+
+
+def drops_attention(config: Any) -> bool:
+    """Return whether a model's attention has dropout; each kind has a name of its own for it."""
+    named = (value for key, value in config.to_dict().items() if "att" in key and "drop" in key)
+    return any(isinstance(value, float) and value > 0 for value in named)
 
 
 def plain_name(name: str) -> str:

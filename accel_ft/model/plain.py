@@ -11,7 +11,7 @@ from accel_ft.model.adapters import choose_trained
 from accel_ft.model.first_token import compute_first_token_only
 from accel_ft.runtime.compiled import compiles_layers
 
-EAGER_TOKENS = 512
+EAGER_TOKENS = 512  # beyond, what eager keeps, the square of them for each head, fills the memory
 
 
 def plain_model(
@@ -38,7 +38,7 @@ def plain_model(
     # RoBERTa's kind counts positions from behind the pad token that it was pretrained with.
     if model_config.model_type not in load.ROBERTAS or model_config.pad_token_id is None:
         load.take_pad_token(model_config, tokenizer)
-    is_long = config.max_seq_length > EAGER_TOKENS  # of whose shares of attention there are squares
+    is_long = config.max_seq_length > EAGER_TOKENS and not load.drops_attention(model_config)
     attends_on = None if is_long else device
     model, new_parameters = load.load_for_training(folder, model_config, attends_on)
     compute_first_token_only(model, last_alone=compiles_layers())

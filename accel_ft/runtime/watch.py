@@ -310,6 +310,8 @@ class Watch:
     def _end(self, lost: tuple[int, str, int]) -> None:
         """End this process, whose main thread may wait for a rank that will not come."""
         rank, words, exit_code = lost
+        self._failed, self._beat["exit_code"] = words, exit_code
+        self._write_beat()  # or a third rank takes this one's end for the cause
         faulthandler.dump_traceback(self._log)
         told = words if exit_code == Preempted.exit_code else self._advised(words)
         self._leave(told, exit_code, aloud=self.rank == (1 if rank == 0 else 0))

@@ -774,8 +774,11 @@ def test_a_watch_of_many_ranks_acts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_warnings_are_in_the_receipt_and_the_report(words: list[str], tmp_path: Path) -> None:
     """Of the newest start, each once, and none of another run of this process."""
     report = ["--report_to", "html"]
-    train.main([*words, "--max_steps", "2", "--lora_alpha", "3", *report])
+    train.main(
+        [*words, "--max_steps", "2", "--lora_alpha", "3", "--global_batch_size", "100", *report]
+    )
     receipt = json.loads((tmp_path / "run/receipt.json").read_text())
+    assert any(told.startswith("global_batch_size=100: more than") for told in receipt["warnings"])
     assert len(receipt["warnings"]) == len(set(receipt["warnings"])) > 1
     idle = "lora_alpha has no effect on training without lora_r"
     assert receipt["warnings"].count(idle) == 1
@@ -792,6 +795,42 @@ def test_a_warning_of_shared_tensors_is_left_out(caplog: pytest.LogCaptureFixtur
     for words in ("Removed shared tensor {'a'} while saving.", "Another."):
         logging.getLogger("accelerate.utils.other").warning(words)
     assert caplog.messages == ["Another."]
+
+
+@pytest.mark.parametrize("saved_at", [3, 4, 5])
+def test_a_loss_over_several_updates_is_resumed(
+    words: list[str], tmp_path: Path, saved_at: int
+) -> None:
+    """What was summed up since the last event is in the checkpoint."""
+    seldom = [*words, "--logging_steps", "4", "--save_steps", "1", "--save_total_limit", "none"]
+    train.main(seldom)
+    often, whole = [*words, "--logging_steps", "1"], events_of(tmp_path / "run")
+    train.main([*often, "--output_dir", str(tmp_path / "each")])
+    losses = [e["loss"] for e in events_of(tmp_path / "each") if e["event"] == "train"]
+    logged = [e["loss"] for e in whole if e["event"] == "train"]
+    assert logged[0] == pytest.approx(sum(losses[:4]) / 4)  # of as many rows each
+    assert logged[1] == pytest.approx(
+        (8 * (losses[4] + losses[6] + losses[7]) + 7 * losses[5]) / 31
+    )
+    cut_off(tmp_path / "run", saved_at)
+    train.main([*seldom, *LATEST])
+    again = [e["loss"] for e in events_of(tmp_path / "run") if e["event"] == "train"]
+    assert again == logged
+
+
+def test_an_evaluation_is_no_time_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+    monkeypatch.setattr("accel_ft.engine.meter.time.monotonic", lambda: now[0])
+    meter = Meter()
+    meter.restart_clock()
+    meter.samples, meter.tokens, meter.padded_tokens = 60, 600, 750
+    now[0] += 5.0
+    meter.pause(3.0)
+    alone: Any = SimpleNamespace(all_gather=lambda value: [value])
+    read = meter.read(alone)
+    assert (read["samples_per_second"], read["tokens_per_second"]) == (30.0, 300.0)
+    assert (read["padding"], read["loss"]) == (0.2, None)
+    assert (meter.samples, meter.padded_tokens, meter.since) == (0, 0, 15.0)
 
 
 @pytest.mark.parametrize(
@@ -813,9 +852,13 @@ def test_the_others_of_a_rank_that_a_signal_ended_are_preempted(
 ) -> None:
     """Whether a collective fails first or the watch sees it: the same exit code."""
     left: list[tuple[str, int]] = []
-    monkeypatch.setattr(
-        Watch, "_leave", lambda self, words, code, aloud: left.append((words, code))
-    )
+    seen: list[dict[str, Any]] = []  # by a third rank, at its end
+
+    def leave(self: Watch, words: str, code: int, aloud: bool) -> None:
+        left.append((words, code))
+        seen.append(json.loads((tmp_path / "rank_00000.json").read_text()))
+
+    monkeypatch.setattr(Watch, "_leave", leave)
     monkeypatch.setattr(watch_module, "TICK_SECONDS", 60.0 if feels_it else 0.01)
     watch = Watch(tmp_path, 0, 1, 60, "ask the doctor")
     watch.num_ranks = 2
@@ -835,6 +878,8 @@ def test_the_others_of_a_rank_that_a_signal_ended_are_preempted(
         watch.num_ranks = 1
     assert told in left[0][0]
     assert left[0][1] == code
+    assert told in seen[0]["failed"]
+    assert seen[0]["exit_code"] == code
     assert ("ask the doctor" in left[0][0]) == (code == 1)
 
 

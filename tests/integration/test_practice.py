@@ -391,11 +391,15 @@ def test_a_resume_that_trains_nothing_says_so(
     longer += ["--output_dir", str(tmp_path / "new run")]
     with pytest.raises(CheckpointError, match=r"step_00000004: 4 updates are done, and .* has 2\."):
         train.main([*words, "--max_steps", "2", *longer])
+    for _ in range(2):  # finished or not
+        shutil.rmtree(tmp_path / "run/model", ignore_errors=True)
+        with pytest.raises(CheckpointError, match=r"run: 4 updates are done, and the job has 2\."):
+            train.main([*words, "--max_steps", "2", *LATEST])
     train.main([*words, "--max_steps", "4", *longer])
     done = capsys.readouterr()
     assert "4 of 4 updates done\n" in done.err
     assert f"--checkpoint '{tmp_path}/new run/model' --text" in done.out  # as a shell takes it
-    predict.main(["--checkpoint", str(tmp_path / "run"), "--text", "a", "--text_pair", "b"])
+    predict.main(["--checkpoint", str(tmp_path / "new run"), "--text", "a", "--text_pair", "b"])
     assert "run: was trained on single texts, not on pairs" in capsys.readouterr().err
 
 
@@ -419,6 +423,8 @@ def test_fit_and_load_classifier(tmp_path: Path, tiny_model: Path, rows_file: Pa
         fit(resume_from_checkpoint=True)
     with pytest.raises(ConfigError, match="batch_size, device: unknown. Allowed: all_scores, max_"):
         load_classifier(model, device="cuda", batch_size=3)
+    with pytest.raises(ConfigError, match="config: the path of a YAML file is wanted"):
+        fit({"train_file": rows_file})
     job = tmp_path / "run/config.yaml"
     with pytest.raises(ConfigError, match=r"config.yaml: there is no such file"):
         fit(tmp_path / "gone/config.yaml")

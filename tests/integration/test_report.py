@@ -360,6 +360,8 @@ def test_the_receipt_and_what_differs_in_it(
     assert {"git_commit", "python", "versions", "machine", "tokenizer", "pretrained"} <= set(
         one.receipt
     )
+    two.receipt["warnings"].append("of the second start")
+    assert "receipt warnings" not in {what for what, _, _ in differences(one, two)}
     assert one.receipt["machine"]["device"]
     assert one.receipt["machine"]["threads"] == 1
     assert one.receipt["machine"]["malloc"]

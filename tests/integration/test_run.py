@@ -843,6 +843,7 @@ def test_predict_keeps_order_and_ids(
             str(tmp_path / "out"),
         ]
     )
+    assert f"21 texts labelled: {tmp_path / 'out'}" in capsys.readouterr().err
     rows = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     assert [(row["id"], row["label"]) for row in rows] == [
         (f"r{n}", label) for n, label in enumerate(expected)

@@ -604,6 +604,20 @@ def test_a_separator_that_was_left_out_is_told(
     assert found == ([] if told is None else [told])
 
 
+def test_rows_of_several_labels_are_counted(
+    tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text("text,label\n" + "the a,a;b\n" * 3 + "the a,b\n" * 2 + "the a,c;a\n")
+    config = TrainConfig(
+        train_file=file, validation_file=file, label_separator=";",
+        problem_type="multi_label_classification",
+    )  # fmt: skip
+    with caplog.at_level("INFO"):
+        load_splits(config, tokenizer)
+    assert "3 labels, rarest first: c 1; a 4; b 5" in caplog.text
+
+
 @pytest.mark.parametrize(("labels", "is_told"), [("1.0 2.0 3.0", True), ("1 2.0 3.0", False)])
 def test_integers_that_pandas_made_fractions_of_are_told(
     tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture, labels: str, is_told: bool

@@ -90,12 +90,22 @@ def test_the_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "max_seq_length", "path"),
-    [("cpu", 512, "eager"), ("cpu", 513, "sdpa"), ("cuda", 512, "sdpa")],
+    ("device", "max_seq_length", "dropout", "path"),
+    [
+        ("cpu", 512, 0.0, "eager"),
+        ("cpu", 513, 0.0, "sdpa"),
+        ("cpu", 513, 0.1, "eager"),  # sdpa keeps them too, then
+        ("cuda", 512, 0.1, "sdpa"),
+    ],
 )
-def test_the_attention_path(tmp_path: Path, device: str, max_seq_length: int, path: str) -> None:
+def test_the_attention_path(
+    tmp_path: Path, device: str, max_seq_length: int, dropout: float, path: str
+) -> None:
     """Eager keeps the square of the length for each head: of long texts, tens of gigabytes."""
     folder = make_tiny_model(tmp_path, max_positions=600)
+    settings = json.loads((folder / "config.json").read_text())
+    settings["attention_probs_dropout_prob"] = dropout
+    (folder / "config.json").write_text(json.dumps(settings))
     config = TrainConfig(model_name_or_path=str(folder), max_seq_length=max_seq_length)
     tokenizer = load_tokenizer(str(folder))
     model, _ = plain_model(config, torch.device(device), ["a", "b"], tokenizer)
