@@ -222,6 +222,17 @@ def test_a_command_closes_its_process_group(tmp_path: Path) -> None:
     signal.signal(signal.SIGTERM, handler)
     assert (exit_code.value.code, dist.is_initialized()) == (75, False)
 
+    def followed() -> None:
+        main()
+        raise Preempted("rank 1 ended") from RuntimeError("connection closed by peer")
+
+    (tmp_path / "x").unlink(missing_ok=True)
+    with pytest.raises(SystemExit):  # there NCCL would wait for the rank that is gone
+        run_command(followed)
+    signal.signal(signal.SIGTERM, handler)
+    assert dist.is_initialized()
+    dist.destroy_process_group()
+
 
 def test_a_fault_as_a_user_meets_it(tmp_path: Path) -> None:
     for command in ("evaluate", "predict", "export"):
