@@ -167,6 +167,7 @@ def test_a_full_disk_is_met_before_the_old_model_goes(
     assert events_of(tmp_path / "run")[-1]["event"] == "end"
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Python 3.13
 def test_a_disk_that_is_full_when_a_line_or_the_card_is_written(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
