@@ -153,6 +153,14 @@ def sigmoid(logits: NDArray[Any]) -> NDArray[np.float64]:
     return np.asarray(1 / (1 + np.exp(-logits.astype(np.float64).clip(-500, 500))))
 
 
+def chosen_labels(
+    logits: NDArray[Any], thresholds: NDArray[np.float64] | None
+) -> NDArray[np.bool_]:
+    """Which of several labels each row is given, [n, C]."""
+    least = 0.5 if thresholds is None else thresholds
+    return by_blocks(lambda some: sigmoid(some) >= least, logits)
+
+
 def multi_label_metrics(
     logits: NDArray[Any], labels: NDArray[np.float32], thresholds: NDArray[np.float64] | None = None
 ) -> dict[str, Any]:
@@ -162,8 +170,7 @@ def multi_label_metrics(
         loss: mean over rows and labels of the binary cross-entropy; accuracy: share of rows whose
         whole set is right; f1_macro, f1_micro; per_class: as `class_scores`.
     """
-    least = 0.5 if thresholds is None else thresholds
-    predicted = by_blocks(lambda some: sigmoid(some) >= least, logits)
+    predicted = chosen_labels(logits, thresholds)
     actual = labels > 0.5
     hits = (predicted & actual).sum(axis=0)
     present, chosen = actual.sum(axis=0), predicted.sum(axis=0)
@@ -251,9 +258,7 @@ def mistakes(
         wrong[found == labels] = 0.0
         return wrong, lambda row: (names[labels[row]], names[found[row]])
     if labels.ndim == 2:
-        least, actual = 0.5 if thresholds is None else thresholds, labels > 0.5
-
-        found = by_blocks(lambda some: sigmoid(some) >= least, logits)
+        actual, found = labels > 0.5, chosen_labels(logits, thresholds)
 
         def worst(logits: NDArray[Any], *sets: NDArray[np.bool_]) -> NDArray[np.float64]:
             (actual, found), chances = sets, sigmoid(logits)

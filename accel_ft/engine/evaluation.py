@@ -77,7 +77,7 @@ def predict_split(
 
     all_places = gathered(places)
     order = np.argsort(all_places, kind="stable")
-    order = order[np.searchsorted(all_places[order], 0) :]  # filling has the place -1
+    order = order[all_places[order] >= 0]  # filling has the place -1
     if not np.array_equal(all_places[order], np.arange(num_samples)):
         raise RuntimeError(f"evaluation of {num_samples} samples returned {len(order)} predictions")
     ledger: NDArray[np.float32] = gathered(logits)[order]
@@ -140,11 +140,12 @@ def write_predictions(
     lines = [
         {
             "text": texts[int(ids[place])],
-            **dict(zip(("label", "predicted"), pair(place), strict=True)),
+            "label": label,
+            "predicted": predicted,
             measure: round(float(wrong[place]), 6),
             "row": int(rows[place]),
         }
-        for place in worst
+        for place, (label, predicted) in zip(worst, map(pair, worst), strict=True)
     ]
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     write_whole(folder / "mistakes.jsonl", text)

@@ -38,9 +38,10 @@ def plain_model(
     # RoBERTa's kind counts positions from behind the pad token that it was pretrained with.
     if model_config.model_type not in load.ROBERTAS or model_config.pad_token_id is None:
         load.take_pad_token(model_config, tokenizer)
-    is_long = config.max_seq_length > EAGER_TOKENS and not load.drops_attention(model_config)
-    attends_on = None if is_long else device
-    model, new_parameters = load.load_for_training(folder, model_config, attends_on)
+    is_eager = config.max_seq_length <= EAGER_TOKENS or load.drops_attention(model_config)
+    model, new_parameters = load.load_for_training(
+        folder, model_config, device if is_eager else None
+    )
     compute_first_token_only(model, last_alone=compiles_layers())
     model.config.max_seq_length = config.max_seq_length  # as predict and evaluate take it
     model.config.text_pairs = config.text_pair_column is not None
