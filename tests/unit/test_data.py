@@ -618,7 +618,7 @@ def test_rows_of_several_labels_are_counted(
     assert "3 labels, rarest first: c 1; a 4; b 5" in caplog.text
 
 
-@pytest.mark.parametrize(("labels", "is_told"), [("1.0 2.0 3.0", True), ("1 2.0 3.0", False)])
+@pytest.mark.parametrize(("labels", "is_told"), [("1.0 2.0 3.0", True), ("1.0 2 3", False)])
 def test_integers_that_pandas_made_fractions_of_are_told(
     tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture, labels: str, is_told: bool
 ) -> None:

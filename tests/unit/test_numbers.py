@@ -111,6 +111,12 @@ def test_all_metrics_of_an_evaluation() -> None:
     }
 
 
+def test_the_loss_of_several_labels_is_the_mean_over_rows_and_labels() -> None:
+    logits, labels = torch.tensor([[2.0, -1.0, 0.5], [0.0, 400.0, -3.0]]), torch.eye(3)[:2]
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels).item()
+    assert score(logits.numpy(), labels.numpy(), list("abc"))["loss"] == pytest.approx(loss)
+
+
 @pytest.mark.parametrize("kind", ["one label", "several"])
 def test_large_tables_are_measured_in_blocks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(0)
