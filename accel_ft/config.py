@@ -38,8 +38,14 @@ ROW_KEYS = SPLIT_KEYS | FILE_KEYS | {"dataset_name", "dataset_config_name"}
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 DEFAULT_DATASET = "fancyzhx/ag_news"  # where no rows are named
 METRICS = {
-    "single_label_classification": ("accuracy", "f1_macro", "matthews_correlation", "loss"),
-    "multi_label_classification": ("f1_macro", "f1_micro", "accuracy", "loss"),
+    "single_label_classification": (
+        "accuracy",
+        "f1_macro",
+        "matthews_correlation",
+        "roc_auc",
+        "loss",
+    ),
+    "multi_label_classification": ("f1_macro", "f1_micro", "accuracy", "roc_auc", "loss"),
     "regression": ("rmse", "mae", "pearson", "spearmanr", "r2", "loss"),
 }
 ERRORS = ("loss", "rmse", "mae")  # the lowest is the best
@@ -440,6 +446,8 @@ class TrainConfig(HubConfig, DataConfig):
             yield ("allow_changed",), f"{told} Allowed: {', '.join(sorted(COMPARED))}"
         if self.output_dir.is_file():
             yield self._fault("is a file. Fix: another name", "output_dir")
+        if re.search("[\ud800-\udfff]", str(self.output_dir)):
+            yield self._fault("is not UTF-8, and no checkpoint could be saved there", "output_dir")
         place = Path(self.resume_from_checkpoint or "latest")
         if self.resume_from_checkpoint not in (None, "latest") and not place.is_dir():
             there = [path.name for path in place.parent.glob("*")] + ["latest"]

@@ -23,7 +23,9 @@ DOCTOR = "`-m accel_ft.doctor` in place of `-m accel_ft.train` finds what is wro
 LONGEST = 500  # characters of a library's message, or of a value, that are told
 EXIT_USER_ERROR = 2
 EXIT_PREEMPTED = 75
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # that end a run
+STOP_SIGNALS = (  # that end a run
+    signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP,
+)  # fmt: skip
 PARENT = "ACCEL_FT_PARENT"  # variable, for a process that starts itself anew
 parent: tuple[int, list[str]]  # this process's, as it was at the start, and its command line
 
@@ -113,7 +115,7 @@ def run_command(main: Callable[[], None]) -> None:
         main()
         close_process_group()
         if sys.stdout is not None and not sys.stdout.closed:
-            sys.stdout.flush()  # output that is lost is a fault
+            _flush_output()
     except (UserError, OSError) as error:
         if isinstance(error, BrokenPipeError):  # `... | head` closed our standard output
             sys.exit(1)
@@ -138,6 +140,15 @@ def run_command(main: Callable[[], None]) -> None:
         raise
     finally:
         let_go_of_output()
+
+
+def _flush_output() -> None:
+    """Output that is lost is a fault."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        error.filename = "standard output"
+        raise
 
 
 def let_go_of_output() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return run_settings(values)
 
     config = parse(EvaluateConfig, argv, "evaluate", settings_of_the_run)
+    if sys.stdout is None and config.output is None:
+        raise ConfigError("output: standard output is closed. Fix: --output FILE")
 
     import numpy as np
     from accelerate.utils import gather_object

@@ -55,12 +55,15 @@ def softmax(logits: NDArray[Any]) -> NDArray[np.float64]:
     return np.asarray(shifted / shifted.sum(axis=1, keepdims=True))
 
 
+def log_sum_exp(logits: NDArray[Any]) -> NDArray[np.float64]:
+    """What makes logits [n, C] logarithms of probabilities where it is taken off, float64 [n]."""
+    greatest = logits.max(axis=1).astype(np.float64)
+    return np.asarray(greatest + np.log(np.exp(logits - greatest[:, None]).sum(axis=1)))
+
+
 def cross_entropy(logits: NDArray[Any], labels: NDArray[np.int64]) -> NDArray[np.float64]:
     """Negative log-likelihood of each row in nats, float64 [n]; logits [n, C], labels [n]."""
-    values = logits.astype(np.float64)
-    shifted = values - values.max(axis=1, keepdims=True)
-    log_sum = np.log(np.exp(shifted).sum(axis=1))
-    return np.asarray(log_sum - shifted[np.arange(len(labels)), labels])
+    return np.asarray(log_sum_exp(logits) - logits[np.arange(len(labels)), labels])
 
 
 def binary_cross_entropy(logits: NDArray[Any], labels: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -112,6 +115,26 @@ def _matthews_correlation(
     return float(both / spread**0.5) if spread > 0 else 0.0
 
 
+def roc_auc(logits: NDArray[Any], labels: NDArray[Any]) -> float:
+    """Return the mean over the labels of the area under each one's ROC curve, against the rest: the
+    probability that it has a row that has it before one that has not, 0 to 1; of two labels both
+    are the same. Labels that all rows have, or none, are left out; of no others it is a half.
+
+    Args: as of `score`.
+    """
+    shift = by_blocks(log_sum_exp, logits) if labels.ndim == 1 else 0.0
+    areas = []
+    for label in range(logits.shape[1]):
+        has = labels == label if labels.ndim == 1 else labels[:, label] > 0.5
+        count = int(has.sum())
+        if 0 < count < len(has):
+            chances = (logits[:, label] - shift).astype(np.float32)  # equal ones stay equal
+            ranked, own = np.sort(chances), chances[has]
+            twice = ranked.searchsorted(own) + ranked.searchsorted(own, "right")  # ties are halves
+            areas.append((twice.mean() - count) / 2 / (len(has) - count))
+    return float(np.mean(areas)) if areas else 0.5
+
+
 def score(
     logits: NDArray[Any],
     labels: NDArray[Any],
@@ -136,6 +159,7 @@ def score(
         with tempfile.TemporaryDirectory() as folder:  # it makes one, and leaves it empty
             metric = Classification(keep_in_memory=True, cache_dir=folder)
             scores |= metric.compute(**ids, num_labels=len(label_names))
+        scores["roc_auc"] = roc_auc(logits, labels)
     elif labels.ndim == 2:
         scores = multi_label_metrics(logits, labels, thresholds)
     else:
@@ -168,7 +192,7 @@ def multi_label_metrics(
 
     Returns:
         loss: mean over rows and labels of the binary cross-entropy; accuracy: share of rows whose
-        whole set is right; f1_macro, f1_micro; per_class: as `class_scores`.
+        whole set is right; f1_macro, f1_micro; roc_auc; per_class: as `class_scores`.
     """
     predicted = chosen_labels(logits, thresholds)
     actual = labels > 0.5
@@ -180,6 +204,7 @@ def multi_label_metrics(
         "accuracy": float((predicted == actual).all(axis=1).mean()),
         "f1_macro": float(np.mean(columns["f1"])),
         "f1_micro": float(2 * hits.sum() / max(present.sum() + chosen.sum(), 1)),
+        "roc_auc": roc_auc(logits, labels),
         "per_class": columns,
     }
 

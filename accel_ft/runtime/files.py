@@ -32,6 +32,9 @@ def write_whole(path: Path, content: str | bytes | memoryview) -> None:
             file.flush()
             os.fsync(file.fileno())
         staging.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # that of a write names none
+        raise
     finally:
         staging.unlink(missing_ok=True)
 

@@ -487,15 +487,15 @@ def exception_on_one_rank(bench: Bench, number: int) -> None:
 
 
 def sigterm(bench: Bench, number: int) -> None:
-    """SIGTERM, SIGHUP, SIGINT or SIGUSR1 to launcher or worker, at any moment: saved and gone in 10 s; goes on identically."""
-    signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
+    """SIGTERM, SIGHUP, SIGINT, SIGUSR1 or SIGUSR2 to launcher or worker, at any moment: saved and gone in 10 s; goes on identically."""
+    signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     num_ranks, by_launcher = 1 + number % 2, number // 2 % 2 == 0
     more = ("--num_train_epochs", 12, "--eval_steps", 2)
     expected = bench.reference(num_ranks, *more)[0]
     job = Launched(bench, num_ranks, *more[2:], "--max_steps", 72)
     time.sleep(bench.random.uniform(0, 0.5))
     target = job.launcher if by_launcher else bench.random.choice(job.workers)
-    target.send_signal(signals[(number + number // 4) % 4])
+    target.send_signal(signals[(number + number // 4) % 5])
     job.seconds_until_gone(10.0)
     events = list(read_events(job.run / "metrics.jsonl"))
     if events[-1]["event"] != "end":

@@ -324,11 +324,12 @@ def test_the_exit_code_outlives_the_output(end: str, full: str) -> None:
     program += "Preempted = errors.Preempted\nerrors.run_command(main)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
     with open("/dev/full", "w") as sink:
-        streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, full: sink}
+        streams: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, full: sink}
         done = subprocess.run(
             [sys.executable, "-c", program], env=environment, check=False, timeout=60, **streams
         )
     is_lost = full == "stdout" and "print" in end  # which is a fault of its own
+    assert (b"No space left on device: 'standard output'" in (done.stderr or b"")) is is_lost
     assert done.returncode == (2 if is_lost else ENDS[end])
 
 
@@ -440,6 +441,8 @@ def test_standard_streams_that_are_closed(rows_file: Path, monkeypatch: pytest.M
         predict._open_output("-"),
     ):
         pass
+    with pytest.raises(ConfigError, match="output: standard output is closed. Fix: --output FILE"):
+        evaluate.main(["--checkpoint", str(rows_file.parent), "--test_file", str(rows_file)])
 
 
 def test_output_through_a_link_into_a_folder_of_somebody_else(

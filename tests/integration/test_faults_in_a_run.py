@@ -752,6 +752,17 @@ def test_nohup_is_heeded_where_the_launcher_does(
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.parametrize("number", "SIGTERM SIGINT SIGUSR1 SIGUSR2 SIGHUP".split())
+def test_each_of_the_schedulers_signals_asks_for_a_save(tmp_path: Path, number: str) -> None:
+    with Watch(tmp_path, 0, 1, 60) as watch:
+        watch.stage("step 1", can_save=True)
+        os.kill(os.getpid(), signal.Signals[number])
+        deadline = time.monotonic() + 20
+        while not watch.stop_signal and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert watch.stop_signal == signal.Signals[number]
+
+
 def test_a_watch_of_many_ranks_acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They beat more seldom, to spare a shared disk: no sign that this process was stopped."""
     ended: list[int] = []

@@ -51,7 +51,7 @@ def test_the_report(words: list[str], tmp_path: Path, rows_file: Path) -> None:
     assert "http" not in page.replace("http-equiv", "")  # self-contained
     assert {path.stem for path in (run / "report").iterdir()} == {
         "train_loss", "train_learning_rate", "train_grad_norm", "train_samples_per_second",
-        "eval_loss", "eval_accuracy", "eval_f1_macro", "eval_matthews_correlation",
+        "eval_loss", "eval_accuracy", "eval_f1_macro", "eval_matthews_correlation", "eval_roc_auc",
         "confusion_0", "reliability_0",
     }  # fmt: skip
     with np.load(run / "predictions.npz") as saved:

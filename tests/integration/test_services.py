@@ -251,7 +251,8 @@ def test_push_to_hub(
     assert results["accuracy"] == pytest.approx(
         events_of(tmp_path / "run")[-2]["test_accuracy"], abs=1e-6
     )
-    assert {"accuracy", "f1_macro", "matthews_correlation", "loss"} == set(results)
+    measured = {"accuracy", "f1_macro", "matthews_correlation", "roc_auc", "loss"}
+    assert measured == set(results)
     card.data.validate() if hasattr(card.data, "validate") else None
     hub.files.clear()
     export.main(

@@ -20,7 +20,9 @@ from accel_ft.metrics import (
     confusion_matrix,
     cross_entropy,
     mistakes,
+    roc_auc,
     score,
+    softmax,
 )
 from accel_ft.model.optim import layer_depths, make_optimizer, make_scheduler, scaled_learning_rate
 
@@ -102,13 +104,40 @@ def test_cross_entropy_by_hand_and_without_overflow() -> None:
 def test_all_metrics_of_an_evaluation() -> None:
     logits = np.array([[2.0, 1.0], [0.0, 1.0], [0.0, 3.0]], np.float32)
     scores = score(logits, np.array([0, 1, 0]), ["no", "yes"])
-    assert set(scores) == {"loss", "accuracy", "f1_macro", "matthews_correlation", "per_class"}
+    ranked = {"matthews_correlation", "roc_auc"}
+    assert set(scores) == {"loss", "accuracy", "f1_macro", "per_class"} | ranked
+    assert scores["roc_auc"] == 0.5  # the row of "yes" lies between the two others
     assert scores["per_class"]["yes"] == {
         "precision": 0.5,
         "recall": 1.0,
         "f1": pytest.approx(2 / 3),
         "support": 1,
     }
+
+
+@pytest.mark.parametrize("kind", ["one label", "several"])
+def test_roc_auc_counts_the_pairs_in_order(kind: str) -> None:
+    """Against all pairs of a row that has the label and one that has not; ties are halves."""
+    random = np.random.default_rng(0)
+    logits = random.normal(size=(40, 4)).astype(np.float32)
+    logits[20:25] = logits[:5]
+    labels: Any = random.integers(0, 3, 40)  # nobody has the fourth
+    has, chances = np.eye(4)[labels], softmax(logits)
+    if kind == "several":
+        labels = has = (random.random((40, 4)) < [0.3, 0.5, 1.1, 0.2]).astype(np.float32)
+        chances = logits
+    areas = []
+    for label in {"one label": (0, 1, 2), "several": (0, 1, 3)}[kind]:  # the third: all have it
+        own, other = (chances[has[:, label] == which, label] for which in (1, 0))
+        pairs = np.sign(own[:, None].astype(np.float32) - other.astype(np.float32))
+        areas.append((pairs.mean() + 1) / 2)
+    assert score(logits, labels, list("abcd"))["roc_auc"] == pytest.approx(np.mean(areas))
+
+
+def test_roc_auc_of_two_labels_is_that_of_either_and_a_half_of_one() -> None:
+    logits = np.array([[0.0, 1.0], [0.0, 2.0], [5.0, 5.0], [3.0, 2.0]], np.float32)
+    assert roc_auc(logits, np.array([0, 1, 1, 0])) == 3 / 4
+    assert roc_auc(logits, np.ones(4, np.int64)) == 0.5
 
 
 def test_the_loss_of_several_labels_is_the_mean_over_rows_and_labels() -> None:

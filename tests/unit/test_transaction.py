@@ -66,6 +66,17 @@ def test_what_a_killed_write_has_left_goes(tmp_path: Path) -> None:
     ]
 
 
+def test_a_write_that_fails_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's error does not: it is of a number, which the file was opened under."""
+
+    def is_full(_: int) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(files.os, "fsync", is_full)
+    with pytest.raises(OSError, match=r"Disk quota exceeded: '.*receipt\.json'"):
+        files.write_whole(tmp_path / "receipt.json", "{}")
+
+
 def test_unpublished_is_never_listed(tmp_path: Path) -> None:
     transaction.start(transaction.checkpoint_folder(tmp_path, 1))
     assert transaction.list_published(tmp_path) == []
