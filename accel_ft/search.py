@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -221,7 +222,7 @@ class _Search:
         if is_pruned:
             print(f"{about}: worse than the median, stopped", flush=True)
             return None, TrialState.PRUNED
-        if ends := _events(folder, "end"):
+        if ends := list(read_events(folder / "metrics.jsonl", "end")):
             value = self.job.best_value(ends[-1], "eval_")
             if not math.isnan(value):  # which Optuna would take for a failure, unsaid
                 print(f"{about}: {self.job.best_metric} {value:.4f}", flush=True)
@@ -252,19 +253,19 @@ class _Search:
             process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=os.environ | share, start_new_session=True
             )
-        told, is_pruned, is_at_work = 0, False, True
+        events, told, is_pruned, is_at_work = folder / "metrics.jsonl", 0, False, True
         try:
             while is_at_work and not is_pruned and not self.interrupted_at:
                 time.sleep(POLL_SECONDS)
                 is_at_work = process.poll() is None
-                for event in _events(folder, "eval")[told:]:
+                for event in islice(read_events(events, "eval"), told, None):
                     told += 1  # which counts: updates are not alike, batches differ
                     value = self.job.best_value(event, "eval_")
                     if not math.isnan(value):
                         trial.report(value, told)
                         is_pruned |= is_at_work and bool(trial.should_prune())
                 # One that a killed search left, and that has come to its end since, counts.
-                is_pruned = is_pruned and not _events(folder, "end")
+                is_pruned = is_pruned and not any(read_events(events, "end"))
         finally:
             if process.poll() is None:  # to the rank too: its launcher passes no signal on
                 os.killpg(process.pid, signal.SIGTERM)
@@ -383,10 +384,6 @@ def _shares(config: SearchConfig) -> list[dict[str, str]]:
     devices, each = named.split(",")[:count], max(count // num_trials, 1)
     starts = [number * each % count for number in range(num_trials)]
     return [{"CUDA_VISIBLE_DEVICES": ",".join(devices[s : s + each])} for s in starts]
-
-
-def _events(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [event for event in read_events(folder / "metrics.jsonl") if event["event"] == name]
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ def model_folder(path: str) -> str:
         newest = state.newest_sound(folder / "checkpoints")
         if newest is None:
             raise CheckpointError(f"{path}: has no checkpoint yet")
-        if any(event["event"] == "end" for event in read_events(folder / "metrics.jsonl")):
+        if any(read_events(folder / "metrics.jsonl", "end")):
             raise CheckpointError(
                 f"checkpoint={path}: its model/ is gone. Fix: its command with "
                 f"--resume_from_checkpoint latest makes it anew; or --checkpoint {newest}"

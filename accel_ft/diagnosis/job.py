@@ -399,8 +399,7 @@ def _on_the_loop(run: Run) -> Iterator[Finding]:
             "one against many", Verdict.SKIP, FP16 if has_room else "no room for a whole model"
         )
         return
-    logged = list(read_events(run.events.path))
-    ours = [(e["loss"], e["grad_norm"]) for e in logged if e["event"] == "train"]
+    ours = [(e["loss"], e["grad_norm"]) for e in read_events(run.events.path, "train")]
     alone = _alone(run)
     yield curve.same_curve(ours, alone, TOLERANCE[run.accelerator.mixed_precision])
 

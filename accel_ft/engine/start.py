@@ -31,7 +31,7 @@ def is_finished(run: Run) -> bool:
         CheckpointError: it holds another job's, or a longer one.
     """
     config = run.config
-    ends = [event for event in read_events(run.events.path) if event["event"] == "end"]
+    ends = list(read_events(run.events.path, "end"))
     if config.resume_from_checkpoint != "latest" or not ends:
         return False
     step, patience = ends[-1]["step"], config.early_stopping_patience
@@ -93,7 +93,7 @@ def start_or_resume(run: Run) -> None:
     """
     wanted, accelerator = run.config.resume_from_checkpoint, run.accelerator
     folder, is_others = state.find(run.watch, run.checkpoints, wanted), False
-    has_ended = any(event["event"] == "end" for event in read_events(run.events.path))
+    has_ended = any(read_events(run.events.path, "end"))
     if folder is not None:
         is_others = folder.parent.resolve() != run.checkpoints.resolve()
         if is_others and (transaction.list_published(run.checkpoints) or has_ended):

@@ -154,9 +154,9 @@ class EventLog:
             fsync(self.path)
 
 
-def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a metrics.jsonl; a line cut short by a kill, or that is no event, is
-    passed over.
+def read_events(path: Path, kind: str | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the events of a metrics.jsonl, all or those of a kind; a line cut short by a kill, or
+    that is no event, is passed over.
     """
     if not path.exists():
         return
@@ -166,5 +166,6 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
                 event = json.loads(line)
             except json.JSONDecodeError:
                 continue
-            if isinstance(event, dict) and {"event", "step"} <= event.keys():
+            is_event = isinstance(event, dict) and {"event", "step"} <= event.keys()
+            if is_event and kind in (None, event["event"]):
                 yield event
