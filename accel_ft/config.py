@@ -380,6 +380,12 @@ class TrainConfig(HubConfig, DataConfig):
             resume_from_checkpoint=None, allow_changed=(), profile=False, reproduce=None
         )
 
+    @property
+    def micro_batch_size(self) -> int:
+        """per_device_train_batch_size, once `auto` is settled."""
+        assert self.per_device_train_batch_size != "auto"
+        return self.per_device_train_batch_size
+
     def updates(self, steps_per_epoch: int) -> int:
         """Return how many updates to train for."""
         wanted = math.ceil(round(self.num_train_epochs * steps_per_epoch, 6))

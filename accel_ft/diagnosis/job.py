@@ -180,8 +180,7 @@ def _on_the_job(
 
 def _disk(run: Run, config: TrainConfig) -> Finding:
     """Whether the whole job's checkpoints have room, not the probe's."""
-    assert run.config.global_batch_size is not None
-    per_epoch = math.ceil(_num_rows(run, config) / run.config.global_batch_size)
+    per_epoch = math.ceil(_num_rows(run, config) / run.plan.global_batch_size)
     wanted = checkpoint_bytes(run, config, config.updates(per_epoch), per_epoch)
     return machine.disk(config.output_dir, wanted)
 
@@ -264,12 +263,10 @@ def _on_a_plain_model(run: Run, config: TrainConfig, capacity: int) -> Iterator[
 
 
 def _fit(run: Run, config: TrainConfig, model: nn.Module, capacity: int) -> Finding:
-    accelerator, at_once = run.accelerator, run.config.per_device_train_batch_size
-    assert run.config.global_batch_size is not None
-    assert at_once != "auto"
-    size = min(run.config.global_batch_size, _num_rows(run, config))  # of the job, not the probe
+    accelerator = run.accelerator
+    size = min(run.plan.global_batch_size, _num_rows(run, config))  # of the job, not the probe
     each = math.ceil(size / accelerator.num_processes)
-    rows = math.ceil(each / math.ceil(each / at_once))
+    rows = math.ceil(each / math.ceil(each / run.config.micro_batch_size))
     wanted = measured_need(accelerator, model, run.splits.train, run.train_batches.pad)
     strategy, on_cpu = strategy_name(accelerator), accelerator.device.type == "cpu"
     num_ranks = accelerator.num_processes
@@ -338,10 +335,8 @@ def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
     places = np.arange(min(len(split), 100 * LEARNT_ROWS), dtype=np.int64)
     rows = [row[..., :tokens] for row in split.tokens(places)]
     different = {row.tobytes(): place for place, row in enumerate(rows)}
-    at_once = run.config.per_device_train_batch_size
-    assert at_once != "auto"
-    num_rows = LEARNT_ROWS if tokens else min(LEARNT_ROWS, at_once)  # whole ones may be long
-    chosen = np.array(list(different.values())[:num_rows])
+    most = LEARNT_ROWS if tokens else run.config.micro_batch_size  # whole ones may be long
+    chosen = np.array(list(different.values())[: min(LEARNT_ROWS, most)])
     batch = run.train_batches.pad([rows[place] for place in chosen])
     batch |= {"labels": torch.from_numpy(split.labels(chosen)), "weights": torch.ones(len(chosen))}
     batch = send_to_device(batch, run.accelerator.device)

@@ -159,9 +159,7 @@ def _graphs(
     plain = getattr(plain, "get_base_model", lambda: plain)()
     if not (config.cuda_graphs and alone and can_record_compiled() and can_record(plain)):
         return Graphs()
-    at_once = config.per_device_train_batch_size
-    assert at_once != "auto"
-    most_tokens = at_once * int(pad.widths(np.array([longest(split)]))[0])
+    most_tokens = config.micro_batch_size * int(pad.widths(np.array([longest(split)]))[0])
     adds = accelerator.gradient_accumulation_steps > 1
     return Graphs(model.parameters(), most_tokens, adds)
 
@@ -278,8 +276,7 @@ def _resolve_batch(
     config: TrainConfig, num_processes: int, num_rows: int
 ) -> tuple[TrainConfig, int]:
     """Settle global batch size and accumulation steps; each follows from the other."""
-    at_once, steps = config.per_device_train_batch_size, config.gradient_accumulation_steps
-    assert at_once != "auto"
+    at_once, steps = config.micro_batch_size, config.gradient_accumulation_steps
     one_pass = at_once * num_processes
     size = one_pass * steps if steps else config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
     steps = math.ceil(min(size, num_rows) / one_pass)
