@@ -13,9 +13,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
+from typing import Any
 
 import psutil
 
@@ -85,6 +86,12 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return ' Did you mean `x`?' for the closest of `known`, or ''."""
     close = get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f" Did you mean `{close[0]}`?" if close else ""
+
+
+def listed(names: Sequence[Any], limit: int = 3, between: str = ", ") -> str:
+    """Return the first few of `names`, and how many more there are."""
+    more = len(names) - limit
+    return between.join([*map(str, names[:limit]), *[f"and {more} more"] * (more > 0)])
 
 
 def require(extra: str, what: str, *modules: str) -> None:

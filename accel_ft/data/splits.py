@@ -19,7 +19,7 @@ from accel_ft.data.plan import Ids, combine_key, permute
 from accel_ft.data.sources import Source, file_source, hub_sources, used_columns
 from accel_ft.data.targets import are_amounts, cut, output_names, targets
 from accel_ft.data.tokenize import TokenStore, tokenize
-from accel_ft.errors import ConfigError, DataError
+from accel_ft.errors import ConfigError, DataError, listed
 
 logger = logging.getLogger(__name__)
 
@@ -258,15 +258,14 @@ def _tell_labels(train: Split, names: list[str]) -> None:
         if is_one
         else np.einsum("k,kc->c", codes, train.targets)  # `@` would make integers of the table
     )
-    rarest = np.argsort(counts, kind="stable")[:LABELS_TOLD]
-    told = [f"{cut(names[number])} {counts[number]:.0f}" for number in rarest]
-    told += ["..."] * (len(names) > LABELS_TOLD)
+    rarest = np.argsort(counts, kind="stable")
+    told = listed([f"{cut(names[n])} {counts[n]:.0f}" for n in rarest], LABELS_TOLD, "; ")
     drawn = " of a million rows" * (len(places) < len(train))
-    logger.info("%d labels, rarest first%s: %s", len(names), drawn, "; ".join(told))
+    logger.info("%d labels, rarest first%s: %s", len(names), drawn, told)
     missing = [cut(names[number]) for number in np.flatnonzero(counts == 0)]
     if missing and not drawn:
-        told = missing[:LABELS_TOLD] + ["..."] * (len(missing) > LABELS_TOLD)
-        logger.warning("labels without a training row, which cannot be learnt: %s", "; ".join(told))
+        told = listed(missing, LABELS_TOLD, "; ")
+        logger.warning("labels without a training row, which cannot be learnt: %s", told)
 
 
 def _warn_of_separators(targets: NDArray[np.bool_], names: list[str], separator: str) -> None:
@@ -356,5 +355,5 @@ def class_weights(
             f"in this order: {', '.join(names)}"
         )
     pairs = [f"{name} {weight:.3g}" for name, weight in zip(names, weights, strict=True)]
-    logger.info("weights in the loss: %s", ", ".join(pairs[:20] + ["..."] * (len(pairs) > 20)))
+    logger.info("weights in the loss: %s", listed(pairs, LABELS_TOLD))
     return weights

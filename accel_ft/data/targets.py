@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accel_ft.config import DataConfig
-from accel_ft.errors import DataError, nearest
+from accel_ft.errors import DataError, listed, nearest
 
 if TYPE_CHECKING:
     from accel_ft.data.tokenize import TokenStore
@@ -76,9 +76,7 @@ def targets(store: TokenStore, names: list[str], config: DataConfig) -> NDArray[
         if label not in id_of
     ]
     if faults:
-        dots = ["..."] * (len(names) > LABELS_SHOWN)
-        allowed = ", ".join([*map(cut, names[:LABELS_SHOWN]), *dots])
-        more = len(faults) - FAULTS_SHOWN
+        allowed, more = listed([*map(cut, names)], LABELS_SHOWN), len(faults) - FAULTS_SHOWN
         shown = [
             f"{place}: label {cut(label)!r} is none of these.{nearest(label, id_of)}"
             for place, label in faults[:FAULTS_SHOWN]

@@ -1,6 +1,6 @@
 """What a check says, and how the checks of several ranks hear of each other."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache, wraps
@@ -8,9 +8,11 @@ from typing import Any, ParamSpec
 
 from torch import distributed as dist
 
+from accel_ft import errors
 from accel_ft.runtime.watch import new_host_group
 
 P = ParamSpec("P")
+listed = errors.listed  # for the checks
 
 
 class Verdict(StrEnum):
@@ -82,12 +84,6 @@ def agreed(finding: Finding) -> Finding:
         return ranks[0]
     where = listed([rank for rank, one in enumerate(ranks) if one.verdict == worst.verdict], 8)
     return Finding(worst.check, worst.verdict, f"on rank {where}: {worst.measured}", worst.mend)
-
-
-def listed(names: Sequence[Any], limit: int = 3) -> str:
-    """Return the first few of `names`, and how many more there are."""
-    words = ", ".join(map(str, names[:limit]))
-    return words + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def line(finding: Finding) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from accel_ft.config import FILE_KEYS, TrainConfig
-from accel_ft.errors import ConfigError, DataError
+from accel_ft.errors import ConfigError, DataError, listed
 from accel_ft.runtime.receipt import about_strategy
 from accel_ft.runtime.watch import Watch
 
@@ -22,7 +22,6 @@ OF_ONE_MACHINE = FILE_KEYS | {  # keys that may differ from machine to machine, 
 }  # fmt: skip
 COMPUTE = ("torch", "accelerate", "transformers", "numpy")  # libraries that make the numbers
 STRATEGY_VARIABLES = ("FSDP_", "ACCELERATE_DYNAMO_")
-MOST_FAULTS = 10
 
 
 def refuse_other_jobs(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> None:
@@ -47,10 +46,9 @@ def refuse_other_jobs(config: TrainConfig, accelerator: Accelerator, watch: Watc
         if first.get(key) != other.get(key)
     ]
     if faults:
-        many = f"\n  and {len(faults) - MOST_FAULTS} more" if len(faults) > MOST_FAULTS else ""
         raise ConfigError(
             "the ranks were started for different jobs. Fix: the same command, files, environment "
-            "and versions on every machine\n  " + "\n  ".join(faults[:MOST_FAULTS]) + many
+            "and versions on every machine\n  " + listed(faults, 10, "\n  ")
         )
 
 

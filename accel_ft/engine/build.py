@@ -21,7 +21,7 @@ from accel_ft.engine.fitting import DEFAULT_GLOBAL_BATCH_SIZE, fit_micro_batch, 
 from accel_ft.engine.graphs import Graphs, can_record
 from accel_ft.engine.run import Run
 from accel_ft.engine.step import INPUTS, forward, unreached
-from accel_ft.errors import ConfigError, LaunchError, nearest
+from accel_ft.errors import ConfigError, LaunchError, listed, nearest
 from accel_ft.model import load
 from accel_ft.model.embedding import make_sparse, tied_modules
 from accel_ft.model.first_token import unfuse_qkv
@@ -87,7 +87,7 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     if best not in (None, *present):
         raise ConfigError(
             f"metric_for_best_model={config.best_metric}: no validation row has that label."
-            f"{nearest(str(best), present)} Allowed: {', '.join(present[:20])}"
+            f"{nearest(str(best), present)} Allowed: {listed(present, 20)}"
         )
     splits.train.class_weights = class_weights(config.class_weights, splits.train, names)
     if config.oversampling == "balanced":

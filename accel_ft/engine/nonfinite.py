@@ -14,7 +14,7 @@ from torch import distributed as dist
 from accel_ft.checkpoint import state, transaction
 from accel_ft.engine.resume import resume
 from accel_ft.engine.run import Run
-from accel_ft.errors import UserError
+from accel_ft.errors import UserError, listed
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +114,8 @@ def handle_nonfinite(run: Run) -> bool:
     run.num_nonfinite += 1
     run.newest_nonfinite = max(run.newest_nonfinite, outcome.step)
     what = f"the loss is {losses[0]}" if losses else "the loss is finite, its gradient is not"
-    shown = ", ".join(map(str, ids[:10])) + (", ..." if len(ids) > 10 else "")
-    message = f"update {number}: {what}; samples {shown} of {run.splits.train.store.name}"
+    where = f"samples {listed(ids, 10)} of {run.splits.train.store.name}"
+    message = f"update {number}: {what}; {where}"
     if policy == "stop" or run.num_nonfinite > IN_A_ROW:
         _write_event(run, "stop", number, ids, losses, run.step)
         first = number - run.num_nonfinite  # the updates made when the weights were these already

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from accel_ft.config import TrainConfig
-from accel_ft.errors import CheckpointError, ConfigError, in_one_line, nearest, require
+from accel_ft.errors import CheckpointError, ConfigError, in_one_line, listed, nearest, require
 from accel_ft.model import load
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -158,8 +158,7 @@ def merged(
     saved = {name.replace(".modules_to_save.default", "") for name in weights}
     lost = {name for name in new_parameters if f"base_model.model.{name}" not in saved}
     if strange := sorted(trained ^ (weights.keys() - buffers) | lost):
-        told = ", ".join(strange[:5])
-        raise CheckpointError(f"its adapters are not those of {folder}: {told}")
+        raise CheckpointError(f"its adapters are not those of {folder}: {listed(strange, 5)}")
     model.load_state_dict(weights, strict=False)
     return model.merge_and_unload()
 

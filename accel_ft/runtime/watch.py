@@ -38,6 +38,7 @@ from accel_ft.errors import (
     Preempted,
     RankError,
     leave_last_words,
+    listed,
 )
 from accel_ft.runtime.launch import own_launcher
 
@@ -154,7 +155,7 @@ class Watch:
         blind = [f"rank {rank} ({host})" for rank, host in enumerate(hosts) if host]
         if blind:
             raise ConfigError(
-                f"output_dir={self.folder.parent}: {', '.join(blind[:4])} cannot see what rank 0 "
+                f"output_dir={self.folder.parent}: {listed(blind, 4)} cannot see what rank 0 "
                 "writes there. Fix: a folder on a file system that all machines share"
             )
 

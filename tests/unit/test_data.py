@@ -670,7 +670,7 @@ def test_each_labels_rows_are_told_rarest_first(
     assert "without a training row" not in caplog.text  # of a few, which might have others
     told = f"{count + 1} labels, rarest first: typo 1; label01 2; label02 2; label03 2; label"
     assert told in caplog.text
-    assert ("label00 3\n" if count == 4 else "label19 2; ...\n") in caplog.text
+    assert ("label00 3\n" if count == 4 else "label19 2; and 11 more\n") in caplog.text
 
 
 def test_a_label_that_no_training_row_has_is_told(

@@ -100,7 +100,7 @@ def test_optimizer_before_wrapping() -> None:
     finding = order.optimizer_holds_model(model, optimizer)
     caught(
         finding,
-        "holds 4 tensors the model no longer has, and not: 0.weight, 0.bias, 2.weight and 1 more",
+        "holds 4 tensors the model no longer has, and not: 0.weight, 0.bias, 2.weight, and 1 more",
     )
     well(order.optimizer_holds_model(model, torch.optim.SGD(model.parameters(), 0.1)))
 
