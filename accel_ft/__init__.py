@@ -79,8 +79,6 @@ def load_classifier(checkpoint: str | Path, **settings: Any) -> Predictor:
     Raises:
         accel_ft.errors.UserError: where it cannot be had.
     """
-    from accelerate.state import GradientState
-
     from accel_ft.config import PredictConfig
     from accel_ft.errors import ConfigError
     from accel_ft.predict import Predictor
@@ -91,17 +89,15 @@ def load_classifier(checkpoint: str | Path, **settings: Any) -> Predictor:
         raise ConfigError(f"{', '.join(sorted(unknown))}: unknown. Allowed: {', '.join(LOADING)}")
     settings = settings | {"checkpoint": str(checkpoint), "text": ""}
     config = checked(PredictConfig, settings, run_settings(settings))
-    of_process = GradientState()  # whose accumulation steps a second Accelerator replaces
-    steps = of_process.plugin_kwargs
-    accelerator = make_accelerator()
-    of_process.plugin_kwargs = steps or of_process.plugin_kwargs
+    with _as_a_guest():
+        accelerator = make_accelerator()
     return Predictor(config, accelerator)
 
 
 @contextmanager
 def _as_a_guest() -> Iterator[None]:
     """Leave to the caller's process what is its own: random numbers, the accumulation steps of its
-    Accelerator, and what transformers tells.
+    Accelerator, which another one replaces, and what transformers tells.
     """
     from accelerate.state import GradientState
     from transformers.utils import logging
