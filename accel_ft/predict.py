@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     accelerator = make_accelerator()
     setup_logging(accelerator.is_main_process)
     predictor = Predictor(config, accelerator)
-    predictor.check_kind(config.text_pair is not None or config.text_pair_column is not None)
+    second = config.text_pair_column if config.text is None else config.text_pair
+    predictor.check_kind(second is not None)
     output: Any
     count = 0
     with _open_output(config.output) if is_main else nullcontext() as output:
@@ -185,8 +186,6 @@ def open_rows(config: PredictConfig) -> Iterator[tuple[str, Any, Text]]:
     """
     if config.text is not None:
         pair = config.text_pair
-        if pair is None and config.text_pair_column is not None:
-            raise ConfigError("text: the model was trained on pairs. Fix: --text_pair TEXT as well")
         _refuse_halves("text", (config.text, pair or ""))
         return iter([("line", 1, config.text if pair is None else (config.text, pair))])
     if config.input != "-" and Path(str(config.input)).is_file():
