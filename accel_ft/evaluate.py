@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         Padding(opened.tokenizer, max_seq_length, accelerator.device),
     )
     scores, logits = evaluate_split(
-        accelerator, opened.model, loader, split, opened.label_names, thresholds=opened.thresholds
+        accelerator, opened.model, loader, opened.label_names, thresholds=opened.thresholds
     )
     if not np.isfinite(logits).all():  # the argmax of NaN is the first label: it says nothing
         raise CheckpointError(

@@ -76,10 +76,10 @@ def _leave_predictions(run: Run, logits: NDArray[np.float32], model_step: int) -
     there are none, those of the validation rows. Collective.
     """
     name = "validation"
-    if run.test_loader is not None and run.splits.test is not None:
+    if run.test_loader is not None:
         name = "test"
         run.watch.stage("eval", can_save=True)
-        _, logits = run.measure(name, run.test_loader, run.splits.test, model_step=model_step)
+        _, logits = run.measure(name, run.test_loader, model_step)
     with state.all_or_none(run.watch, run.output_dir / "predictions"):
         if run.accelerator.is_main_process:
             write_predictions(run.output_dir, run.config, run.splits, name, logits, run.thresholds)

@@ -88,12 +88,14 @@ def evaluate_split(
     accelerator: Accelerator,
     model: nn.Module,
     loader: Any,
-    split: Split,
     label_names: list[str],
     before_batch: Callable[[], None] = lambda: None,
     thresholds: NDArray[np.float64] | None = None,
 ) -> tuple[dict[str, Any], NDArray[np.float32]]:
-    """Return a split's metrics (`metrics.score`) and logits, on every rank. Collective."""
+    """Return the metrics (`metrics.score`) and logits of a loader's split, on every rank.
+    Collective.
+    """
+    split: Split = loader.dataset.split
     logits = predict_split(accelerator, model, loader, len(split), before_batch)
     from accel_ft.metrics import score  # `import evaluate` is slow to come
 

@@ -22,7 +22,7 @@ from accel_ft.checkpoint import state, transaction
 from accel_ft.config import TrainConfig
 from accel_ft.data.loader import Batches, make_loader
 from accel_ft.data.plan import Plan
-from accel_ft.data.splits import Split, Splits
+from accel_ft.data.splits import Splits
 from accel_ft.engine.evaluation import evaluate_split
 from accel_ft.engine.graphs import Graphs
 from accel_ft.engine.meter import Meter
@@ -252,7 +252,7 @@ class Run:
     def evaluate(self) -> bool:
         """Write an eval event; return whether it is to be kept as the best one. Collective."""
         self.watch.stage("eval", can_save=True)
-        scores, logits = self.measure("eval", self.validation_loader, self.splits.validation)
+        scores, logits = self.measure("eval", self.validation_loader)
         self.logits, self.logits_step = logits, self.step
         self.eval_is_due = False
         improvement = math.inf
@@ -269,7 +269,7 @@ class Run:
         return improvement > 0 and self.config.load_best_model_at_end
 
     def measure(
-        self, name: str, loader: Any, split: Split, model_step: int | None = None
+        self, name: str, loader: Any, model_step: int | None = None
     ) -> tuple[dict[str, Any], NDArray[np.float32]]:
         """Evaluate a split, write it as event `name`, keep the time out of the training speed.
 
@@ -282,7 +282,7 @@ class Run:
         started = time.monotonic()
         names = self.splits.label_names
         scores, logits = evaluate_split(
-            self.accelerator, self.model, loader, split, names, self.check_stop, self.thresholds
+            self.accelerator, self.model, loader, names, self.check_stop, self.thresholds
         )
         seconds = time.monotonic() - started
         self.meter.pause(seconds)
@@ -297,7 +297,7 @@ class Run:
         step = self.step if model_step is None else model_step
         logger.info(
             "%s after update %d (epoch %.2f): %s (%d rows)",
-            name, step, step / self.plan.steps_per_epoch, shown, len(split),
+            name, step, step / self.plan.steps_per_epoch, shown, len(logits),
         )  # fmt: skip
         return scores, logits
 
