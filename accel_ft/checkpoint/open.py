@@ -31,14 +31,12 @@ class Classifier:
             last layer computes the first token only.
         tokenizer: its own.
         label_names: by id.
-        limit: tokens it can see, None for no limit.
     """
 
     folder: str
     model: Any
     tokenizer: Any
     label_names: list[str]
-    limit: int | None
 
     @property
     def problem_type(self) -> str:
@@ -54,10 +52,11 @@ class Classifier:
         Raises:
             ConfigError: it cannot see as many as wanted.
         """
-        load.check_max_seq_length(wanted or 0, self.limit)
+        limit = load.position_limit(self.model.config, self.tokenizer)
+        load.check_max_seq_length(wanted or 0, limit)
         trained = getattr(self.model.config, "max_seq_length", None)
         usual = trained if isinstance(trained, int) else DEFAULT_MAX_SEQ_LENGTH
-        return wanted or min(usual, self.limit or usual)
+        return wanted or min(usual, limit or usual)
 
     def check_tokens(self, greatest_id: int) -> None:
         """Refuse a token, or the pad token, that the model has no embedding of.
@@ -88,7 +87,7 @@ def open_classifier(checkpoint: str, device: torch.device) -> Classifier:
     compute_first_token_only(model)
     if is_compiled():
         logger.warning("compile is for training: labels are computed without it")
-    return Classifier(folder, model, tokenizer, names, load.position_limit(config, tokenizer))
+    return Classifier(folder, model, tokenizer, names)
 
 
 def load_whole(folder: str, config: Any) -> Any:

@@ -171,7 +171,7 @@ def list_published(root: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in steps if match)
 
 
-def prune(root: Path, keep: int, protected: Collection[int] = ()) -> None:
+def prune(root: Path, keep: int, protected: Collection[int | None] = ()) -> None:
     """Remove all checkpoints but the newest `keep`, one or more, and those of `protected` steps."""
     for step, path in list_published(root)[:-keep]:
         if step not in protected:

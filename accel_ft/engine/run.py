@@ -354,8 +354,7 @@ class Run:
             # A resume or rollback to the oldest that stays needs what was the best by then; what
             # was since is among those that stay, or the best now.
             oldest = transaction.list_published(self.checkpoints)[-keep:][0][1]
-            named = () if best is None else (best, state.best_step(oldest))
-            protected = [step for step in named if step is not None]
+            protected = () if best is None else (best, state.best_step(oldest))
             transaction.prune(self.checkpoints, keep, protected)
 
     def best_is_lost(self) -> CheckpointError:

@@ -338,9 +338,7 @@ def test_one_logit_alone_is_a_number(tiny_model: Path) -> None:
     """Cross-encoders and reward models leave problem_type open; transformers takes them so too."""
     from accel_ft.checkpoint.open import Classifier
 
-    kinds = {
-        n: Classifier("", classifier(tiny_model, n), None, [], None).problem_type for n in (1, 2)
-    }
+    kinds = {n: Classifier("", classifier(tiny_model, n), None, []).problem_type for n in (1, 2)}
     assert kinds == {1: "regression", 2: "single_label_classification"}
 
 
