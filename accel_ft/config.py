@@ -260,6 +260,9 @@ class HubConfig(Config):
         return self.hub_model_id or folder.absolute().name
 
 
+HUB_KEYS = set(HubConfig.model_fields)
+
+
 class TrainConfig(HubConfig, DataConfig):
     """Keys of `accel_ft.train`, which trains a model; with none set it is the AG News job."""
 

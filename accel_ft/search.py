@@ -31,7 +31,7 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from accel_ft.config import ROW_KEYS, SearchConfig, TrainConfig, type_name
+from accel_ft.config import HUB_KEYS, ROW_KEYS, SearchConfig, TrainConfig, type_name
 from accel_ft.data.sources import check_first_rows
 from accel_ft.errors import ConfigError, LaunchError, first_line, require, run_command
 from accel_ft.runtime.files import locked, sha256, write_whole
@@ -46,10 +46,10 @@ LAUNCHED = ("RANK", "ACCELERATE_MIXED_PRECISION")  # what a launcher sets
 MEASURE = {  # settings that decide how a trial is measured
     "problem_type", "max_eval_samples", "metric_for_best_model", "greater_is_better", "reproduce",
 }  # fmt: skip
-IDLE = {  # settings that decide nothing of what a trial finds
-    "output_dir", "report_to", "push_to_hub", "hub_model_id", "hub_private_repo", "ddp_timeout",
-    "dataloader_num_workers", "per_device_eval_batch_size", "save_steps", "save_total_limit",
-    "logging_steps", "preflight", "profile", "resume_from_checkpoint", "allow_changed",
+IDLE = HUB_KEYS | {  # settings that decide nothing of what a trial finds
+    "output_dir", "report_to", "ddp_timeout", "dataloader_num_workers",
+    "per_device_eval_batch_size", "save_steps", "save_total_limit", "logging_steps", "preflight",
+    "profile", "resume_from_checkpoint", "allow_changed",
 }  # fmt: skip
 
 

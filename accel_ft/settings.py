@@ -13,7 +13,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from accel_ft.config import FILE_KEYS, ROW_KEYS, Config, DataConfig, type_name
+from accel_ft.config import FILE_KEYS, HUB_KEYS, ROW_KEYS, Config, DataConfig, type_name
 from accel_ft.errors import LONGEST, ConfigError, nearest
 
 LAUNCH_OPTIONS = (
@@ -236,17 +236,14 @@ def settings_to_reproduce(values: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"reproduce={folder}: holds no run")
     settings = read_settings(folder / "config.yaml")
     named = _named_rows(values)  # those that lie elsewhere now, or the like
-    dropped = {name.replace("_file", "_split_name") for name in named}
+    dropped = HUB_KEYS | {name.replace("_file", "_split_name") for name in named}
     if "train_file" in named:
         dropped |= ROW_KEYS - FILE_KEYS
     if "dataset_name" in named:
         dropped |= FILE_KEYS
-    return {key: value for key, value in settings.items() if key not in dropped} | {
-        "output_dir": folder.with_name(f"{folder.name}_again"),
-        "push_to_hub": False,
-        "hub_model_id": None,
-        "hub_private_repo": False,
-    }
+    output_dir = folder.with_name(f"{folder.name}_again")
+    kept = {key: value for key, value in settings.items() if key not in dropped}
+    return kept | {"output_dir": output_dir}
 
 
 def _named_rows(values: dict[str, Any]) -> set[str]:

@@ -10,15 +10,16 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from accel_ft.config import FILE_KEYS, TrainConfig
+from accel_ft.config import FILE_KEYS, HUB_KEYS, TrainConfig
 from accel_ft.errors import ConfigError, DataError, listed
 from accel_ft.runtime.receipt import about_strategy
 from accel_ft.runtime.watch import Watch
 
 PACKAGE = Path(__file__).parents[1]
-OF_ONE_MACHINE = FILE_KEYS | {  # keys that may differ from machine to machine, or are rank 0's
+# Keys that may differ from machine to machine, or are rank 0's.
+OF_ONE_MACHINE = FILE_KEYS | HUB_KEYS | {
     "model_name_or_path", "dataset_name", "output_dir", "resume_from_checkpoint", "reproduce",
-    "dataloader_num_workers", "report_to", "push_to_hub", "hub_model_id", "hub_private_repo",
+    "dataloader_num_workers", "report_to",
 }  # fmt: skip
 COMPUTE = ("torch", "accelerate", "transformers", "numpy")  # libraries that make the numbers
 STRATEGY_VARIABLES = ("FSDP_", "ACCELERATE_DYNAMO_")

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from itertools import groupby, islice
 from typing import Any
 
+from accel_ft.config import HUB_KEYS
 from accel_ft.reporting.record import Record, scores_of
 
 CURVES = ("loss", "learning_rate", "grad_norm")
-IDLE_SETTINGS = {"output_dir", "reproduce", "report_to", "push_to_hub", "hub_model_id"}
+IDLE_SETTINGS = HUB_KEYS | {"output_dir", "reproduce", "report_to"}
 IDLE_RECEIPT = {"starts", "identity", "warnings"}
 
 Difference = tuple[str, Any, Any]  # what, in the first run, in the second
