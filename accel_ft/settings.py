@@ -232,7 +232,7 @@ def settings_to_reproduce(values: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(values.get("reproduce"), str | os.PathLike):  # as it will be told
         return {}
     folder = Path(os.path.expanduser(values["reproduce"])).resolve()
-    if not _is_run(folder):
+    if not is_run(folder):
         raise ConfigError(f"reproduce={folder}: holds no run")
     settings = read_settings(folder / "config.yaml")
     named = _named_rows(values)  # those that lie elsewhere now, or the like
@@ -256,10 +256,11 @@ def run_folder(checkpoint: str) -> Path | None:
     if not folder.exists():  # a Hub id, whose folders would be those above this one
         return None
     candidates = (folder, folder.parent, folder.parent.parent)  # a run, its model, its checkpoint
-    return next((path for path in candidates if _is_run(path)), None)
+    return next((path for path in candidates if is_run(path)), None)
 
 
-def _is_run(folder: Path) -> bool:
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run's, which has begun to train."""
     return all((folder / name).is_file() for name in ("config.yaml", "receipt.json"))
 
 

@@ -151,11 +151,10 @@ def read_records(path: str, file_format: str, columns: set[str] | None = None) -
             yield from _read_delimited(lines, name, "," if file_format == "csv" else "\t")
         elif file_format == "json":
             yield from _read_json("".join(line for _, line in lines), name)
-        for number, line in lines:  # of lines and jsonl; the others have read them
-            if file_format == "lines":
-                yield f"line {number}", {"text": line.rstrip("\r\n")}
-            elif line.strip():
-                yield f"line {number}", _json_row(line)
+        elif file_format == "lines":
+            yield from ((f"line {n}", {"text": line.rstrip("\r\n")}) for n, line in lines)
+        else:
+            yield from ((f"line {n}", _json_row(line)) for n, line in lines if line.strip())
 
 
 def _text_lines(file: IO[bytes], name: str) -> Iterator[tuple[int, str]]:

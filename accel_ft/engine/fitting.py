@@ -19,7 +19,7 @@ from accel_ft.errors import ConfigError
 from accel_ft.model.memory import RESERVE, Need, device_bytes, need
 from accel_ft.model.plain import plain_model
 from accel_ft.runtime.watch import Watch
-from accel_ft.settings import read_receipt, read_settings, run_folder
+from accel_ft.settings import is_run, read_receipt, read_settings, run_folder
 
 logger = logging.getLogger(__name__)
 
@@ -115,10 +115,8 @@ def _earlier_micro_batch(config: TrainConfig, num_processes: int) -> int | None:
     """
     wanted = config.resume_from_checkpoint
     run = config.output_dir if wanted == "latest" else run_folder(wanted or "")
-    if wanted is None or run is None:
+    if wanted is None or run is None or not is_run(run):  # killed before it had its receipt
         return None
-    if not all((run / name).is_file() for name in ("receipt.json", "config.yaml")):
-        return None  # it was killed before it had both
     if read_receipt(run)["strategy"]["num_processes"] != num_processes:
         return None
     return int(read_settings(run / "config.yaml")["per_device_train_batch_size"])
