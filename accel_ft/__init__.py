@@ -31,7 +31,8 @@ _fitting = Lock()  # accelerate's state and the random numbers are the process's
 def fit(config: str | Path | None = None, **settings: Any) -> Path:
     """Run the job that `accel_ft.train` runs with these keys, in this process (or, in a script
     started by `accelerate launch`, with the other ranks). One at a time; random numbers, an
-    Accelerator's accumulation and transformers' messages are as before when it returns.
+    Accelerator's accumulation, whether gradients are made, and transformers' messages are as before
+    when it returns.
 
     Args:
         config: a YAML file with keys, as `accel_ft.train --config` takes it.
@@ -44,6 +45,8 @@ def fit(config: str | Path | None = None, **settings: Any) -> Path:
     Raises:
         accel_ft.errors.UserError: for what the user can mend.
     """
+    import torch
+
     from accel_ft.config import TrainConfig
     from accel_ft.errors import ConfigError, close_process_group
     from accel_ft.settings import checked, read_settings, settings_to_reproduce
@@ -54,6 +57,12 @@ def fit(config: str | Path | None = None, **settings: Any) -> Path:
     if config is not None:
         settings = read_settings(Path(config).expanduser()) | settings
     job = checked(TrainConfig, settings, settings_to_reproduce(settings))
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    if any(map(torch.is_autocast_enabled, {"cpu", device.type})):  # it keeps casts of old weights
+        raise ConfigError(
+            "fit: torch.autocast is on around it. Fix: call it outside; ACCELERATE_MIXED_PRECISION "
+            "is its precision"
+        )
     if not _fitting.acquire(blocking=False):
         raise ConfigError("another `fit` runs in this process. Fix: one by one, or processes")
     try:
@@ -97,8 +106,10 @@ def load_classifier(checkpoint: str | Path, **settings: Any) -> Predictor:
 @contextmanager
 def _as_a_guest() -> Iterator[None]:
     """Leave to the caller's process what is its own: random numbers, the accumulation steps of its
-    Accelerator, which another one replaces, and what transformers tells.
+    Accelerator, which another one replaces, whether gradients are made, and what transformers
+    tells.
     """
+    import torch
     from accelerate.state import GradientState
     from transformers.utils import logging
 
@@ -107,7 +118,7 @@ def _as_a_guest() -> Iterator[None]:
     gradients, bars = GradientState(), logging.is_progress_bar_enabled()
     steps, verbosity = gradients.plugin_kwargs, logging.get_verbosity()
     try:
-        with own_random_numbers():
+        with own_random_numbers(), torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
         gradients.plugin_kwargs = steps or gradients.plugin_kwargs

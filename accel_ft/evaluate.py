@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_ft.config import ROW_KEYS, EvaluateConfig
 from accel_ft.errors import CheckpointError, ConfigError, run_command
 from accel_ft.runtime.memory import restart_with_better_malloc
 from accel_ft.settings import parse, read_receipt, run_folder, run_settings
+
+if TYPE_CHECKING:
+    from accel_ft.checkpoint.open import Classifier
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -49,20 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"checkpoint={config.checkpoint}: belongs to no run whose rows could be taken. "
             "Fix: --test_file FILE, or --dataset_name"
         )
-    max_seq_length = opened.max_seq_length(config.max_seq_length)
-    kind, said = opened.problem_type, opened.model.config.problem_type
-    if "problem_type" in config.model_fields_set and config.problem_type != kind:
-        if said is not None:
-            raise ConfigError(
-                f"problem_type={config.problem_type}: {config.checkpoint} is for {said}"
-            )
-        kind = config.problem_type
-    config = config.resolved(max_seq_length=max_seq_length, problem_type=kind)
-    if config.problem_type == "regression" and len(opened.label_names) > 1:
-        raise ConfigError(
-            f"checkpoint={config.checkpoint}: predicts {len(opened.label_names)} numbers; one can "
-            "be measured"
-        )
+    config = _as_the_model(config, opened)
     with accelerator.local_main_process_first():
         name, split, is_cut_off = load_eval_split(
             config, opened.tokenizer, opened.label_names, config.split
@@ -77,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         accelerator,
         split,
         config.per_device_eval_batch_size,
-        Padding(opened.tokenizer, max_seq_length, accelerator.device),
+        Padding(opened.tokenizer, opened.max_seq_length(config.max_seq_length), accelerator.device),
     )
     scores, logits = evaluate_split(
         accelerator, opened.model, loader, opened.label_names, thresholds=opened.thresholds
@@ -93,6 +83,28 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(text)
         if config.output is not None:
             config.output.write_text(text + "\n", encoding="utf-8")  # it may be a device
+
+
+def _as_the_model(config: EvaluateConfig, opened: Classifier) -> EvaluateConfig:
+    """Return the keys with the problem type and the tokens that the model is for.
+
+    Raises:
+        ConfigError: it is for others, or predicts several numbers.
+    """
+    kind, said = opened.problem_type, opened.model.config.problem_type
+    if "problem_type" in config.model_fields_set and config.problem_type != kind:
+        if said is not None:
+            raise ConfigError(
+                f"problem_type={config.problem_type}: {config.checkpoint} is for {said}"
+            )
+        kind = config.problem_type
+    if kind == "regression" and len(opened.label_names) > 1:
+        raise ConfigError(
+            f"checkpoint={config.checkpoint}: predicts {len(opened.label_names)} numbers; one can "
+            "be measured"
+        )
+    max_seq_length = opened.max_seq_length(config.max_seq_length)
+    return config.resolved(max_seq_length=max_seq_length, problem_type=kind)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from codecs import BOM_UTF8
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -71,11 +72,12 @@ class Predictor:
         self.classifier = open_classifier(config.checkpoint, accelerator.device)
         self.max_seq_length = self.classifier.max_seq_length(config.max_seq_length)
         self.pad = Padding(self.classifier.tokenizer, self.max_seq_length, accelerator.device)
-        self.transform: Callable[[torch.Tensor], torch.Tensor] = {
-            "single_label_classification": lambda logits: logits.softmax(dim=-1),
+        transforms: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            "single_label_classification": partial(torch.softmax, dim=-1),  # to be pickled
             "multi_label_classification": torch.sigmoid,
-            "regression": lambda logits: logits,
-        }[self.classifier.problem_type]
+            "regression": torch.clone,
+        }
+        self.transform = transforms[self.classifier.problem_type]
 
     def check_kind(self, are_pairs: bool) -> None:
         """Refuse single texts of a model of pairs; warn of pairs of one of single texts."""
@@ -142,7 +144,12 @@ class Predictor:
         found = np.empty((len(mine), len(self.classifier.label_names)))
         lengths = np.array([row.shape[-1] for row in rows], np.int64)
         self.classifier.check_tokens(max((int(row[0].max()) for row in rows), default=0))
-        with torch.inference_mode(), self.accelerator.autocast():  # casts weights once
+        # Not the precision of who calls. Around all batches: it casts weights once.
+        with (
+            torch.inference_mode(),
+            torch.autocast(device.type, enabled=False),
+            self.accelerator.autocast(),
+        ):
             for batch in self.pad.eval_batches(lengths, self.config.per_device_eval_batch_size):
                 inputs = self.pad([rows[row] for row in batch])
                 moved = {key: value.to(device) for key, value in inputs.items()}

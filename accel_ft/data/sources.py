@@ -177,7 +177,9 @@ def _read_delimited(
     numbered: Iterator[tuple[int, str]], name: str, delimiter: str
 ) -> Iterator[Record]:
     csv.field_size_limit(2**31 - 1)  # its default of 128 KiB refuses long texts
-    reader = csv.reader((line for _, line in numbered), delimiter=delimiter, strict=True)
+    start = next(numbered, (1, ""))
+    texts = (line for _, line in chain([start], numbered))
+    reader = csv.reader(texts, delimiter=delimiter, strict=True)
     header: list[str] | None = None
     while True:
         first = reader.line_num + 1
@@ -189,7 +191,8 @@ def _read_delimited(
         except csv.Error as error:
             fault = f"the row that starts here: {error}; close or double its quotes, or save the "
             fault += "file with other line ends"
-            hint = _other_delimiter(header or ())
+            whole = () if delimiter in start[1] else start[1:]  # ;-separated, with quotes
+            hint = _other_delimiter(header or whole)
             if header is None or hint:
                 raise DataError(f"{name}: {place}: {hint or fault}") from error
             yield place, fault

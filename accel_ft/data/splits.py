@@ -171,9 +171,9 @@ def load_splits(config: TrainConfig, tokenizer: Any, model_labels: Sequence[str]
         logger.warning("only %d validation rows%s", len(validation), spread * is_share)
     if not is_regression:
         _tell_labels(train, names)
+        _warn_of_look_alikes(names)
     if train.targets is not None and train.targets.ndim == 2:
         _warn_of_separators(train.targets, names, config.label_separator)
-    _warn_of_look_alikes(names)
     for name in [name for name in splits if name != "train"]:
         shared = count_shared_texts(train, splits[name])
         if shared:

@@ -133,7 +133,7 @@ def device_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     free = min(psutil.virtual_memory().available, _container_bytes())
-    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 def _container_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:

@@ -1,8 +1,10 @@
 """What a user does around a run: changes in between, the Python API, fitting, hand-over."""
 
+import contextlib
 import errno
 import io
 import json
+import pickle
 import re
 import shutil
 from pathlib import Path
@@ -405,6 +407,31 @@ def test_a_resume_that_trains_nothing_says_so(
 
 
 # From Python
+
+
+def test_what_is_switched_on_around_it_changes_nothing(
+    tmp_path: Path, tiny_model: Path, rows_file: Path
+) -> None:
+    """A notebook that has predicted before has gradients off; a service may have autocast on."""
+    from accel_ft import fit, load_classifier
+
+    keys: dict[str, Any] = {"model_name_or_path": str(tiny_model), "train_file": rows_file}
+    keys |= {"max_steps": 2, "max_seq_length": 32, "global_batch_size": 8, "report_to": "none"}
+    weights = set()
+    switches = {"as it is": contextlib.nullcontext(), "no gradients": torch.no_grad()}
+    for name, switch in (switches | {"inference": torch.inference_mode()}).items():
+        with switch:
+            model = fit(**keys, output_dir=tmp_path / name)
+            assert torch.is_grad_enabled() == (name == "as it is")
+        weights.add((model / "model.safetensors").read_bytes())
+    assert len(weights) == 1
+    classifier, texts = load_classifier(model, all_scores=True), ["a goal", "profit"]
+    found = classifier.predict(texts)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert classifier.predict(texts) == found
+        with pytest.raises(ConfigError, match="fit: torch.autocast is on around it. Fix: call it"):
+            fit(**keys, output_dir=tmp_path / "autocast")
+    assert pickle.loads(pickle.dumps(classifier)).predict(texts) == found
 
 
 def test_fit_and_load_classifier(tmp_path: Path, tiny_model: Path, rows_file: Path) -> None:

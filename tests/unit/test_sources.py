@@ -83,6 +83,7 @@ def test_every_format_reads_the_same(tmp_path: Path) -> None:
         ("a.csv", "text,label\n".encode("utf-16"), "line 1: byte 1 .* is not UTF-8"),
         ("a.csv", "txt,lable\nx,1\n", "text_column=text: no such column in .*a.csv. Did you mean `txt`.*\n.*label_column=label: .*`lable`"),
         ("a.csv", "Text;Label\nx;1\n", "its one column has ';' in its name: a csv has commas"),
+        ("a.csv", '"text";"label"\n"x";1\n', "line 1: its one column has ';' in its name"),
         ("a.jsonl", '{"text": "x", "label": 1}\n{"text": 3}\n[1]\n{', "line 3: is \\[1\\], not an object"),
         ("a.jsonl", '{"text": "x", "label": 1}\n{"text": null, "label": 1}\n', "line 2: text is missing, not a text"),
         ("a.jsonl", '{"text": "x", "label": 1.5}\n', "line 1: label is 1.5, not a text or an integer .*--problem_type regression"),
