@@ -9,7 +9,7 @@ import torch
 from accel_ft.data.loader import Batch
 from accel_ft.engine.clip import clip
 from accel_ft.engine.end import finish
-from accel_ft.engine.nonfinite import all_finite, handle_nonfinite, skip_if_left_out
+from accel_ft.engine.nonfinite import handle_nonfinite, may_step, skip_if_left_out
 from accel_ft.engine.run import Run
 from accel_ft.engine.step import forward, weighted_loss
 from accel_ft.model.embedding import fill_gradient
@@ -41,7 +41,7 @@ def update(run: Run) -> None:
             fill_gradient(model)  # the word embedding's is sparse, and AdamW wants a dense one
         run.meter.padded_tokens += batch["input_ids"].numel()
     grad_norm = clip(accelerator, model, optimizer, run.config.max_grad_norm or float("inf"))
-    healthy = all_finite(run, losses, grad_norm)  # on every rank, before the weights move
+    healthy = may_step(run, losses, grad_norm)  # on every rank, before the weights move
     if healthy:
         optimizer.step()
     run.graphs.clear_gradients(optimizer)

@@ -29,9 +29,9 @@ class Outcome(NamedTuple):
     arrived: Any = None  # an event, when they can be read; None for now
 
 
-def all_finite(run: Run, losses: list[torch.Tensor], grad_norm: torch.Tensor) -> bool:
-    """Return whether the weights may move: losses and gradients are finite on every rank. Here the
-    ranks also agree on a signal to stop. Collective.
+def may_step(run: Run, losses: list[torch.Tensor], grad_norm: torch.Tensor) -> bool:
+    """Return whether the weights may move: losses and gradients are finite on every rank.
+    Collective.
 
     On a GPU the answer of the device is read an update later, so that the host does not wait;
     the device itself leaves the weights alone meanwhile.
@@ -44,33 +44,42 @@ def all_finite(run: Run, losses: list[torch.Tensor], grad_norm: torch.Tensor) ->
     # The newest one stays unread until the next update, where nothing due now needs it: a signal,
     # of which the ranks hear below, does.
     while len(run.outcomes) > (1 if _is_late(run) and not run.needs_outcome() else 0):
-        outcome = run.outcomes[0]
-        if outcome.arrived is not None:
-            outcome.arrived.synchronize()
-        *sums, norm = outcome.values.tolist()
-        scaler, scale = run.accelerator.scaler, 1.0
-        if scaler is not None and not math.isfinite(norm):
-            scale = scaler.get_scale()
-        overflows = scale > 1.0  # of fp16, and no fault while the loss scale can be halved
-        finite = all(map(math.isfinite, sums)) and (math.isfinite(norm) or overflows)
-        run.stop_signal, nonfinite = run.watch.all_max(run.watch.stop_signal, int(not finite))
-        run.grad_norm = norm if math.isfinite(norm) else None
-        if not nonfinite:
-            run.outcomes.popleft()
-            if overflows:
-                logger.warning(
-                    "update %d: gradients overflow in fp16; it is left out, and the loss scale %g "
-                    "halved", outcome.step + 1, scale,
-                )  # fmt: skip
-                run.events.write("overflow", step=outcome.step + 1, loss_scale=scale)
-            run.meter.loss_sum += math.fsum(sums)
-            run.meter.loss_weight += run.global_weight(outcome.step)
-            if outcome.step > run.newest_nonfinite:
-                run.num_nonfinite = 0
-        elif outcome.step == run.step or run.config.on_nonfinite != "skip":
+        if _count_in_oldest(run):
+            continue
+        if run.outcomes[0].step == run.step or run.config.on_nonfinite != "skip":
             return False
-        else:
-            handle_nonfinite(run)  # the device has skipped it: to record it
+        handle_nonfinite(run)  # the device has skipped it: to record it
+    return True
+
+
+def _count_in_oldest(run: Run) -> bool:
+    """Read the oldest outcome, and count it in; return False, and leave it, where it is not finite
+    on every rank. Here the ranks also agree on a signal to stop. Collective.
+    """
+    outcome = run.outcomes[0]
+    if outcome.arrived is not None:
+        outcome.arrived.synchronize()
+    *sums, norm = outcome.values.tolist()
+    scaler, scale = run.accelerator.scaler, 1.0
+    if scaler is not None and not math.isfinite(norm):
+        scale = scaler.get_scale()
+    overflows = scale > 1.0  # of fp16, and no fault while the loss scale can be halved
+    finite = all(map(math.isfinite, sums)) and (math.isfinite(norm) or overflows)
+    run.stop_signal, nonfinite = run.watch.all_max(run.watch.stop_signal, int(not finite))
+    run.grad_norm = norm if math.isfinite(norm) else None
+    if nonfinite:
+        return False
+    run.outcomes.popleft()
+    if overflows:
+        logger.warning(
+            "update %d: gradients overflow in fp16; it is left out, and the loss scale %g halved",
+            outcome.step + 1, scale,
+        )  # fmt: skip
+        run.events.write("overflow", step=outcome.step + 1, loss_scale=scale)
+    run.meter.loss_sum += math.fsum(sums)
+    run.meter.loss_weight += run.global_weight(outcome.step)
+    if outcome.step > run.newest_nonfinite:
+        run.num_nonfinite = 0
     return True
 
 

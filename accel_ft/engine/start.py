@@ -48,12 +48,7 @@ def is_finished(run: Run) -> bool:
             "its model was chosen by %s; no update is left to choose one by %s",
             chosen["metric"], wanted["metric"],
         )  # fmt: skip
-    rows = _fingerprints(run) | {"train": receipt["data"]["train"]}
-    wanted_parts = ["config.json", "*.safetensors", "tokenizer_config.json"]
-    wanted_parts += ["tokenizer.json"] * getattr(run.tokenizer, "is_fast", False)
-    parts = (any((run.output_dir / "model").glob(pattern)) for pattern in wanted_parts)
-    is_kept = chosen["takes_best"] == wanted["takes_best"] and all(parts)
-    is_done = is_kept and rows == receipt["data"]
+    is_done = chosen["takes_best"] == wanted["takes_best"] and _end_is_whole(run, receipt)
     anew = "its end is made again: other rows, another choice, or a part of model/ is missing"
     logger.info(
         "%s is finished: %s (%d of %d updates done%s)",
@@ -61,6 +56,16 @@ def is_finished(run: Run) -> bool:
         "" if is_whole else f", early_stopping_patience={patience} ended it",
     )  # fmt: skip
     return is_done
+
+
+def _end_is_whole(run: Run, receipt: dict[str, Any]) -> bool:
+    """Whether all of model/ is there, and was measured on the rows that are given now."""
+    rows = _fingerprints(run) | {"train": receipt["data"]["train"]}
+    parts = ["config.json", "*.safetensors", "tokenizer_config.json"]
+    parts += ["tokenizer.json"] * getattr(run.tokenizer, "is_fast", False)
+    return rows == receipt["data"] and all(
+        any((run.output_dir / "model").glob(part)) for part in parts
+    )
 
 
 def _selection(config: TrainConfig) -> dict[str, Any]:

@@ -421,7 +421,7 @@ def test_overflow_of_fp16_is_no_sickness(
         watch=SimpleNamespace(stage=lambda *_, **__: None, stop_signal=0, all_max=lambda *n: list(n)),
         meter=Meter(), global_weight=lambda step: 1.0, newest_nonfinite=-1, outcomes=deque(),
     )  # fmt: skip
-    assert handling.all_finite(run, [torch.tensor(loss)], torch.tensor(norm)) is finite
+    assert handling.may_step(run, [torch.tensor(loss)], torch.tensor(norm)) is finite
     assert run.meter.loss_sum == (loss if finite else 0.0)
     assert told == ["overflow"] * (finite and norm == float("inf"))
 
@@ -443,13 +443,13 @@ def test_a_signal_has_the_newest_outcome_read_before_the_save(
         meter=Meter(), global_weight=lambda step: 1.0, newest_nonfinite=-1, outcomes=deque(),
     )  # fmt: skip
     run.needs_outcome = lambda: run.stop_signal > 0
-    assert handling.all_finite(run, [torch.tensor(2.0)], torch.tensor(1.0))
+    assert handling.may_step(run, [torch.tensor(2.0)], torch.tensor(1.0))
     assert (run.meter.loss_sum, len(run.outcomes)) == (0.0, 1)
     run.step = 1
-    assert handling.all_finite(run, [torch.tensor(3.0)], torch.tensor(1.0))
+    assert handling.may_step(run, [torch.tensor(3.0)], torch.tensor(1.0))
     assert (run.meter.loss_sum, len(run.outcomes)) == (2.0, 1)
     run.step, run.watch.stop_signal = 2, 15
-    assert not handling.all_finite(run, [torch.tensor(float("nan"))], torch.tensor(1.0))
+    assert not handling.may_step(run, [torch.tensor(float("nan"))], torch.tensor(1.0))
     assert run.meter.loss_sum == 5.0
 
 
