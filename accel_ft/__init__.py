@@ -118,7 +118,7 @@ def _as_a_guest() -> Iterator[None]:
     gradients, bars = GradientState(), logging.is_progress_bar_enabled()
     steps, verbosity = gradients.plugin_kwargs, logging.get_verbosity()
     try:
-        with own_random_numbers(), torch.inference_mode(False), torch.enable_grad():
+        with own_random_numbers(), torch.inference_mode(False):  # which has gradients on, too
             yield
     finally:
         gradients.plugin_kwargs = steps or gradients.plugin_kwargs

@@ -413,8 +413,14 @@ def test_ids_that_are_no_numbers(tmp_path: Path, tiny_model: Path, capsys: Any) 
     ids = ("1.5", "NaN", "-Infinity", "null", '"a"', '[NaN, {"b": 1e999}]')
     rows.write_text("".join(f'{{"id": {value}, "text": "a goal"}}\n' for value in ids))
     model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=3)
+    model.config.text_pairs = False
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path)
+    # A text has no columns, whatever is said of them.
+    predict.main(["--checkpoint", str(tmp_path), "--text", "a goal", "--text_pair_column", "b"])
+    told = capsys.readouterr()
+    assert '"label"' in told.out
+    assert "single texts, not on pairs" not in told.err
     predict.main(["--checkpoint", str(tmp_path), "--input", str(rows)])
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line)["id"] for line in lines] == [

@@ -361,7 +361,8 @@ def test_the_receipt_and_what_differs_in_it(
         one.receipt
     )
     two.receipt["warnings"].append("of the second start")
-    assert "receipt warnings" not in {what for what, _, _ in differences(one, two)}
+    two.settings.update(push_to_hub=True, hub_model_id="me/x", hub_private_repo=True)
+    assert told == {what for what, _, _ in differences(one, two)}
     assert one.receipt["machine"]["device"]
     assert one.receipt["machine"]["threads"] == 1
     assert one.receipt["machine"]["malloc"]

@@ -78,6 +78,9 @@ def test_keys_of_the_trainer_that_are_said_otherwise_here(tmp_path: Path) -> Non
     assert "--num_labels: unknown key. Fix: leave it out" in fault("--num_labels", "4")
     assert "leave it out; rows of like length" in fault("--group_by_length", "true")
     assert "Did you mean `f1_macro`? Allowed" in fault("--metric_for_best_model", "f1")
+    for kind in ("single_label_classification", "multi_label_classification"):
+        keys = ("--load_best_model_at_end", "--metric_for_best_model", "roc_auc")
+        assert train_config("--problem_type", kind, *keys).best_metric == "roc_auc"
     message = fault("--config", write(tmp_path, "eval_strategy: steps\nmixed_precision: bf16\n"))
     assert "eval_strategy" in message
     assert "unknown key. Fix: eval_steps" in message
@@ -421,11 +424,13 @@ def test_what_is_reproduced_with_rows_that_moved(tmp_path: Path) -> None:
     """Those that are not named are where they were."""
     (tmp_path / "config.yaml").write_text(
         "train_file: a.csv\nvalidation_file: b.csv\nmax_eval_samples: 5\ndataset_name: null\n"
+        "push_to_hub: true\nhub_model_id: me/x\nhub_private_repo: true\n"
     )
     (tmp_path / "receipt.json").write_text("{}")
     here = {"reproduce": tmp_path}
     moved = settings_to_reproduce(here | {"train_file": "c.csv"})
     assert (moved["validation_file"], moved["max_eval_samples"]) == ("b.csv", 5)
+    assert not moved.keys() & {"push_to_hub", "hub_model_id", "hub_private_repo"}
     assert "validation_file" not in settings_to_reproduce(here | {"dataset_name": "x/y"})
     assert "dataset_name" not in moved
     (tmp_path / "config.yaml").write_text("dataset_name: x/y\ntest_split_name: held\n")

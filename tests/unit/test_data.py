@@ -582,6 +582,17 @@ def test_labels_that_look_alike_are_told(
     )
 
 
+def test_the_name_of_a_column_of_numbers_is_no_label(
+    tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text("text,1.5\nthe a,2\nof in,3\n")
+    config = TrainConfig(train_file=file, validation_file=file, label_column="1.5")
+    with caplog.at_level("WARNING"):
+        assert load_splits(config.resolved(problem_type="regression"), tokenizer)
+    assert "the labels are numbers" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("labels", "told"),
     [

@@ -138,6 +138,8 @@ def test_roc_auc_of_two_labels_is_that_of_either_and_a_half_of_one() -> None:
     logits = np.array([[0.0, 1.0], [0.0, 2.0], [5.0, 5.0], [3.0, 2.0]], np.float32)
     assert roc_auc(logits, np.array([0, 1, 1, 0])) == 3 / 4
     assert roc_auc(logits, np.ones(4, np.int64)) == 0.5
+    same = np.array([[0.0, 1.0], [1000.0, 1001.0]], np.float32)  # to rounding
+    assert roc_auc(same, np.array([0, 1])) == 0.5
 
 
 def test_the_loss_of_several_labels_is_the_mean_over_rows_and_labels() -> None:
