@@ -11,8 +11,6 @@ message means is in `accel_ft.errors`; the doctor's checks, for programs of your
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -49,6 +47,7 @@ def fit(config: str | Path | None = None, **settings: Any) -> Path:
 
     from accel_ft.config import TrainConfig
     from accel_ft.errors import ConfigError, close_process_group
+    from accel_ft.runtime.guest import as_a_guest
     from accel_ft.settings import checked, read_settings, settings_to_reproduce
     from accel_ft.train import fit as run
 
@@ -66,7 +65,7 @@ def fit(config: str | Path | None = None, **settings: Any) -> Path:
     if not _fitting.acquire(blocking=False):
         raise ConfigError("another `fit` runs in this process. Fix: one by one, or processes")
     try:
-        with _as_a_guest():
+        with as_a_guest():
             run(job)
     finally:
         _fitting.release()
@@ -91,6 +90,7 @@ def load_classifier(checkpoint: str | Path, **settings: Any) -> Predictor:
     from accel_ft.config import PredictConfig
     from accel_ft.errors import ConfigError
     from accel_ft.predict import Predictor
+    from accel_ft.runtime.guest import as_a_guest
     from accel_ft.runtime.launch import make_accelerator
     from accel_ft.settings import checked, run_settings
 
@@ -98,30 +98,6 @@ def load_classifier(checkpoint: str | Path, **settings: Any) -> Predictor:
         raise ConfigError(f"{', '.join(sorted(unknown))}: unknown. Allowed: {', '.join(LOADING)}")
     settings = settings | {"checkpoint": str(checkpoint), "text": ""}
     config = checked(PredictConfig, settings, run_settings(settings))
-    with _as_a_guest():
+    with as_a_guest():
         accelerator = make_accelerator()
     return Predictor(config, accelerator)
-
-
-@contextmanager
-def _as_a_guest() -> Iterator[None]:
-    """Leave to the caller's process what is its own: random numbers, the accumulation steps of its
-    Accelerator, which another one replaces, whether gradients are made, and what transformers
-    tells.
-    """
-    import torch
-    from accelerate.state import GradientState
-    from transformers.utils import logging
-
-    from accel_ft.diagnosis.gradients import own_random_numbers
-
-    gradients, bars = GradientState(), logging.is_progress_bar_enabled()
-    steps, verbosity = gradients.plugin_kwargs, logging.get_verbosity()
-    try:
-        with own_random_numbers(), torch.inference_mode(False):  # which has gradients on, too
-            yield
-    finally:
-        gradients.plugin_kwargs = steps or gradients.plugin_kwargs
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()

@@ -456,7 +456,9 @@ class TrainConfig(HubConfig, DataConfig):
         if self.output_dir.is_file():
             yield self._fault("is a file. Fix: another name", "output_dir")
         if re.search("[\ud800-\udfff]", str(self.output_dir)):
-            yield self._fault("is not UTF-8, and no checkpoint could be saved there", "output_dir")
+            yield self._fault(
+                "is not UTF-8: no checkpoint could be saved there. Fix: another name", "output_dir"
+            )
         place = Path(self.resume_from_checkpoint or "latest")
         if self.resume_from_checkpoint not in (None, "latest") and not place.is_dir():
             there = [path.name for path in place.parent.glob("*")] + ["latest"]

@@ -52,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"checkpoint={config.checkpoint}: belongs to no run whose rows could be taken. "
             "Fix: --test_file FILE, or --dataset_name"
         )
-    config = _as_the_model(config, opened)
+    max_seq_length = opened.max_seq_length(config.max_seq_length)
+    kind = _problem_type(config, opened)
+    config = config.resolved(max_seq_length=max_seq_length, problem_type=kind)
     with accelerator.local_main_process_first():
         name, split, is_cut_off = load_eval_split(
             config, opened.tokenizer, opened.label_names, config.split
@@ -67,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         accelerator,
         split,
         config.per_device_eval_batch_size,
-        Padding(opened.tokenizer, opened.max_seq_length(config.max_seq_length), accelerator.device),
+        Padding(opened.tokenizer, max_seq_length, accelerator.device),
     )
     scores, logits = evaluate_split(
         accelerator, opened.model, loader, opened.label_names, thresholds=opened.thresholds
@@ -85,8 +87,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             config.output.write_text(text + "\n", encoding="utf-8")  # it may be a device
 
 
-def _as_the_model(config: EvaluateConfig, opened: Classifier) -> EvaluateConfig:
-    """Return the keys with the problem type and the tokens that the model is for.
+def _problem_type(config: EvaluateConfig, opened: Classifier) -> str:
+    """Return what the model is for, by itself or, where it does not say, by the keys.
 
     Raises:
         ConfigError: it is for others, or predicts several numbers.
@@ -103,8 +105,7 @@ def _as_the_model(config: EvaluateConfig, opened: Classifier) -> EvaluateConfig:
             f"checkpoint={config.checkpoint}: predicts {len(opened.label_names)} numbers; one can "
             "be measured"
         )
-    max_seq_length = opened.max_seq_length(config.max_seq_length)
-    return config.resolved(max_seq_length=max_seq_length, problem_type=kind)
+    return kind
 
 
 if __name__ == "__main__":

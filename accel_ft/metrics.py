@@ -55,15 +55,28 @@ def softmax(logits: NDArray[Any]) -> NDArray[np.float64]:
     return np.asarray(shifted / shifted.sum(axis=1, keepdims=True))
 
 
-def log_sum_exp(logits: NDArray[Any]) -> NDArray[np.float64]:
-    """What makes logits [n, C] logarithms of probabilities where it is taken off, float64 [n]."""
-    greatest = logits.max(axis=1).astype(np.float64)
-    return np.asarray(greatest + np.log(np.exp(logits - greatest[:, None]).sum(axis=1)))
+def log_odds(logits: NDArray[Any]) -> NDArray[np.float32]:
+    """Logarithm of p / (1 - p) of the probabilities p of logits [n, C], float32 [n, C]; exact also
+    where p would be 1.
+    """
+    values = logits.astype(np.float64)
+    best = values.argmax(axis=1)[:, None]
+    values -= np.take_along_axis(values, best, axis=1)
+    powers = np.exp(values)
+    np.put_along_axis(powers, best, 0.0, axis=1)
+    others = powers.sum(axis=1, keepdims=True)  # than the best
+    odds = values - np.log1p(others - powers)
+    with np.errstate(divide="ignore"):  # of one label alone
+        np.put_along_axis(odds, best, -np.log(others), axis=1)
+    return np.asarray(odds, np.float32)
 
 
 def cross_entropy(logits: NDArray[Any], labels: NDArray[np.int64]) -> NDArray[np.float64]:
     """Negative log-likelihood of each row in nats, float64 [n]; logits [n, C], labels [n]."""
-    return np.asarray(log_sum_exp(logits) - logits[np.arange(len(labels)), labels])
+    values = logits.astype(np.float64)
+    shifted = values - values.max(axis=1, keepdims=True)
+    log_sum = np.log(np.exp(shifted).sum(axis=1))
+    return np.asarray(log_sum - shifted[np.arange(len(labels)), labels])
 
 
 def binary_cross_entropy(logits: NDArray[Any], labels: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -122,14 +135,13 @@ def roc_auc(logits: NDArray[Any], labels: NDArray[Any]) -> float:
 
     Args: as of `score`.
     """
-    shift = by_blocks(log_sum_exp, logits) if labels.ndim == 1 else 0.0
+    chances = by_blocks(log_odds, logits) if labels.ndim == 1 else logits
     areas = []
     for label in range(logits.shape[1]):
         has = labels == label if labels.ndim == 1 else labels[:, label] > 0.5
         count = int(has.sum())
         if 0 < count < len(has):
-            chances = (logits[:, label] - shift).astype(np.float32)  # equal ones stay equal
-            ranked, own = np.sort(chances), chances[has]
+            ranked, own = np.sort(chances[:, label]), chances[has, label]
             twice = ranked.searchsorted(own) + ranked.searchsorted(own, "right")  # ties are halves
             areas.append((twice.mean() - count) / 2 / (len(has) - count))
     return float(np.mean(areas)) if areas else 0.5
@@ -164,7 +176,7 @@ def score(
         scores = multi_label_metrics(logits, labels, thresholds)
     else:
         return regression_metrics(logits[:, 0], labels)
-    columns = scores["per_class"]
+    columns = scores.pop("per_class")  # which comes last
     scores["per_class"] = {
         name: {column: values[row] for column, values in columns.items()}
         for row, name in enumerate(label_names)

@@ -79,6 +79,15 @@ class Predictor:
         }
         self.transform = transforms[self.classifier.problem_type]
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickled, maybe in a new process, which accelerate does not know of yet."""
+        from accel_ft.runtime.guest import as_a_guest
+        from accel_ft.runtime.launch import make_accelerator
+
+        self.__dict__.update(state)
+        with as_a_guest():
+            self.accelerator = make_accelerator()
+
     def check_kind(self, are_pairs: bool) -> None:
         """Refuse single texts of a model of pairs; warn of pairs of one of single texts."""
         of_pairs = getattr(self.classifier.model.config, "text_pairs", None)  # None: not ours

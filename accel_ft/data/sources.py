@@ -9,6 +9,7 @@ import codecs
 import csv
 import json
 import logging
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -191,8 +192,9 @@ def _read_delimited(
         except csv.Error as error:
             fault = f"the row that starts here: {error}; close or double its quotes, or save the "
             fault += "file with other line ends"
-            whole = () if delimiter in start[1] else start[1:]  # ;-separated, with quotes
-            hint = _other_delimiter(header or whole)
+            quoted = re.match('"[^"]*"([;|,\t])', start[1])  # the header's first column
+            others = quoted.groups() if quoted and quoted[1] != delimiter else ()
+            hint = _other_delimiter(header or others)
             if header is None or hint:
                 raise DataError(f"{name}: {place}: {hint or fault}") from error
             yield place, fault

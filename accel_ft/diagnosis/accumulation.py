@@ -18,8 +18,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from accel_ft.diagnosis.finding import Finding, Verdict, check, listed, num_ranks
+from accel_ft.diagnosis.finding import Finding, Verdict, check, num_ranks
 from accel_ft.diagnosis.gradients import gradients_of
+from accel_ft.errors import listed
 from accel_ft.runtime.fsdp import whole
 
 Update = list[str]

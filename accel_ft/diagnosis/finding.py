@@ -8,11 +8,10 @@ from typing import Any, ParamSpec
 
 from torch import distributed as dist
 
-from accel_ft import errors
+from accel_ft.errors import listed
 from accel_ft.runtime.watch import new_host_group
 
 P = ParamSpec("P")
-listed = errors.listed  # for the checks
 
 
 class Verdict(StrEnum):

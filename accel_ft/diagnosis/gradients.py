@@ -1,28 +1,14 @@
 """Pieces of somebody's program, run without leaving a trace in it."""
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-
-@contextlib.contextmanager
-def own_random_numbers() -> Iterator[None]:
-    """Put the random numbers of Python, numpy and torch back as they were."""
-    python, numpy = random.getstate(), np.random.get_state()
-    has_gpus = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = range(torch.cuda.device_count() if has_gpus else 0)  # to ask others would start them
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+from accel_ft.runtime.guest import own_random_numbers
 
 
 def reshard(model: nn.Module) -> None:

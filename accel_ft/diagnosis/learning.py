@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from accel_ft.diagnosis.finding import Finding, Verdict, check, listed
+from accel_ft.diagnosis.finding import Finding, Verdict, check
+from accel_ft.errors import listed
 from accel_ft.runtime.fsdp import whole
 
 ENOUGH_UPDATES = 20  # to tell a loss that does not fall

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from accel_ft.diagnosis.finding import Finding, Verdict, check, gather, listed, num_ranks
+from accel_ft.diagnosis.finding import Finding, Verdict, check, gather, num_ranks
+from accel_ft.errors import listed
 
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "numpy")
 MIB = 2**20

@@ -11,8 +11,9 @@ from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accel_ft.diagnosis.finding import Finding, Verdict, check, gather, listed
+from accel_ft.diagnosis.finding import Finding, Verdict, check, gather
 from accel_ft.diagnosis.gradients import reshard
+from accel_ft.errors import listed
 
 SPREAD_SECONDS = 5.0
 

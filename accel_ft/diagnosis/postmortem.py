@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from accel_ft.diagnosis.finding import Finding, Verdict, check, listed
-from accel_ft.errors import first_line
+from accel_ft.diagnosis.finding import Finding, Verdict, check
+from accel_ft.errors import first_line, listed
 
 FILE = "rank_{:05d}.json"
 LAST_WORDS = re.compile(r"Fatal Python error: .*|Timeout \(.*")  # of faulthandler

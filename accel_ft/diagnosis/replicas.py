@@ -9,8 +9,9 @@ import torch
 import xxhash
 from torch import nn
 
-from accel_ft.diagnosis.finding import Finding, Verdict, check, gather, listed, num_ranks
+from accel_ft.diagnosis.finding import Finding, Verdict, check, gather, num_ranks
 from accel_ft.diagnosis.gradients import gradients_of
+from accel_ft.errors import listed
 from accel_ft.runtime.fsdp import strategy_of
 
 Tensors = Iterable[tuple[str, torch.Tensor]]

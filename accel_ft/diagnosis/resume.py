@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from accel_ft.diagnosis.finding import Finding, Verdict, gather, listed
-from accel_ft.diagnosis.gradients import own_random_numbers
+from accel_ft.diagnosis.finding import Finding, Verdict, gather
 from accel_ft.diagnosis.replicas import digest
+from accel_ft.errors import listed
+from accel_ft.runtime.guest import own_random_numbers
 
 RANDOM = "random numbers"
 

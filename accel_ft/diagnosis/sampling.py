@@ -10,8 +10,9 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from accel_ft.diagnosis.finding import Finding, Verdict, check, gather, listed
-from accel_ft.diagnosis.gradients import own_random_numbers
+from accel_ft.diagnosis.finding import Finding, Verdict, check, gather
+from accel_ft.errors import listed
+from accel_ft.runtime.guest import own_random_numbers
 
 Ids = Callable[[Any], Iterable[Any]]
 # Of each rank: the numbers of its rows, the size of its largest batch, how many batches.

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_ft.diagnosis.finding import Finding, Verdict, check, listed
+from accel_ft.diagnosis.finding import Finding, Verdict, check
 from accel_ft.diagnosis.gradients import gradients_of
+from accel_ft.errors import listed
 
 MEND = (
     "accel_ft.diagnosis.strides.match_strides(model) before training lays each gradient out as its "

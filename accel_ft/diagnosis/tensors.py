@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_ft.diagnosis.finding import Finding, Verdict, check, listed
-from accel_ft.diagnosis.gradients import gradients_of, own_random_numbers, untouched
+from accel_ft.diagnosis.finding import Finding, Verdict, check
+from accel_ft.diagnosis.gradients import gradients_of, untouched
 from accel_ft.diagnosis.replicas import digest
+from accel_ft.errors import listed
+from accel_ft.runtime.guest import own_random_numbers
 
 LARGE_BYTES = 64 * 2**20
 LONG_LIST = 1_000_000

@@ -495,7 +495,7 @@ def sigterm(bench: Bench, number: int) -> None:
     job = Launched(bench, num_ranks, *more[2:], "--max_steps", 72)
     time.sleep(bench.random.uniform(0, 0.5))
     target = job.launcher if by_launcher else bench.random.choice(job.workers)
-    target.send_signal(signals[(number + number // 4) % 5])
+    target.send_signal(signals[number % 5])
     job.seconds_until_gone(10.0)
     events = list(read_events(job.run / "metrics.jsonl"))
     if events[-1]["event"] != "end":

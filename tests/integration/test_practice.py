@@ -1,5 +1,6 @@
 """What a user does around a run: changes in between, the Python API, fitting, hand-over."""
 
+import ast
 import contextlib
 import errno
 import io
@@ -15,7 +16,16 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
-from conftest import LATEST, cut_off, events_of, make_tiny_model, run_hash, stopped_at, write_rows
+from conftest import (
+    LATEST,
+    cut_off,
+    events_of,
+    make_tiny_model,
+    run_hash,
+    stopped_at,
+    write_rows,
+)
+from conftest import run as start
 from safetensors.torch import load_file
 
 from accel_ft import train
@@ -431,7 +441,25 @@ def test_what_is_switched_on_around_it_changes_nothing(
         assert classifier.predict(texts) == found
         with pytest.raises(ConfigError, match="fit: torch.autocast is on around it. Fix: call it"):
             fit(**keys, output_dir=tmp_path / "autocast")
-    assert pickle.loads(pickle.dumps(classifier)).predict(texts) == found
+
+
+@pytest.mark.parametrize("num_labels", [1, 2])
+def test_a_pickled_classifier_goes_to_another_process(
+    tmp_path: Path, tiny_model: Path, num_labels: int
+) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    from accel_ft import load_classifier
+
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=num_labels)
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path)
+    classifier = load_classifier(tmp_path)
+    (tmp_path / "pickled").write_bytes(pickle.dumps(classifier))
+    program = "import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb')).predict(['a goal']))"
+    done = start("python", "-c", program, tmp_path / "pickled")
+    (there,), (here,) = ast.literal_eval(done.stdout), classifier.predict(["a goal"])
+    assert there == here | {"score": pytest.approx(here["score"], rel=1e-5)}
 
 
 def test_fit_and_load_classifier(tmp_path: Path, tiny_model: Path, rows_file: Path) -> None:

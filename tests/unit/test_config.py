@@ -190,7 +190,7 @@ def test_paths_of_the_home_folder_and_of_nowhere(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert train_config("--output_dir=~/run").output_dir == tmp_path / "run"
-    with pytest.raises(ConfigError, match="output_dir=.* is not UTF-8, and no checkpoint could"):
+    with pytest.raises(ConfigError, match="output_dir=.* is not UTF-8: no checkpoint could"):
         train_config(f"--output_dir={os.fsdecode(b'latin' + bytes([0xE9]))}")
     for key in ("output_dir", "dataset_name", "model_name_or_path"):  # an unset variable
         assert f"{key}=: Value error, is empty" in fault(f"--{key}", "")

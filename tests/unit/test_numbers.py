@@ -19,6 +19,7 @@ from accel_ft.metrics import (
     Classification,
     confusion_matrix,
     cross_entropy,
+    log_odds,
     mistakes,
     roc_auc,
     score,
@@ -140,6 +141,17 @@ def test_roc_auc_of_two_labels_is_that_of_either_and_a_half_of_one() -> None:
     assert roc_auc(logits, np.ones(4, np.int64)) == 0.5
     same = np.array([[0.0, 1.0], [1000.0, 1001.0]], np.float32)  # to rounding
     assert roc_auc(same, np.array([0, 1])) == 0.5
+    sure = np.array([[0, 40], [0, 45], [0, 39], [0, 60], [0, 50]], np.float32)  # all of the second
+    assert roc_auc(sure, np.array([0, 1, 0, 1, 1])) == 1.0
+
+
+def test_log_odds_are_those_of_the_probabilities_also_near_one() -> None:
+    logits = np.random.default_rng(0).normal(size=(200, 3)).astype(np.float32)
+    chances = softmax(logits)
+    assert log_odds(logits) == pytest.approx(np.log(chances / (1 - chances)), rel=1e-5, abs=1e-6)
+    found = log_odds(np.array([[100.0, 40.0, 0.0]], np.float32))
+    assert found[0] == pytest.approx([60.0, -60.0, -100.0])
+    assert log_odds(np.zeros((2, 1), np.float32)).tolist() == [[math.inf], [math.inf]]
 
 
 def test_the_loss_of_several_labels_is_the_mean_over_rows_and_labels() -> None:
