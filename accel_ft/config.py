@@ -579,6 +579,8 @@ class PredictConfig(Config):
         yield from super().rules()
         path = None if self.input in (None, "-") else Path(str(self.input))  # <(command), too
         yield from self._to_write("output", path)
+        if Path(self.output).suffix.lower() in (".csv", ".tsv", ".parquet"):
+            yield self._fault("is written as JSON lines. Fix: a name in .jsonl", "output")
         if (self.input is None) == (self.text is None):
             words = "input, text: exactly one is needed. Fix: --input FILE (or -), or --text '...'"
             yield ("input", "text"), words

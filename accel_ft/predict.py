@@ -178,8 +178,7 @@ class Predictor:
         import numpy as np
 
         names, kind = self.classifier.label_names, self.classifier.problem_type
-        digits = ".9g" if kind == "regression" else ".6f"  # a float32 has nine digits
-        values = [float(f"{score:{digits}}") for score in scores.tolist()]
+        values = [float(f"{score:.9g}") for score in scores.tolist()]  # what a float32 tells
         best, described = int(scores.argmax()), dict[str, Any]()
         if kind == "multi_label_classification":
             thresholds = self.classifier.thresholds

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import re
 import signal
 import subprocess
@@ -23,7 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -42,6 +43,7 @@ POLL_SECONDS = 0.2
 SAME_SIGNAL_SECONDS = 1.0  # `timeout`, say, sends it twice
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FAILURES = 3  # after so many, and no trial at its end, the cause is the job
+GRID = 1000  # combinations of lists, of which each is tried once
 LAUNCHED = ("RANK", "ACCELERATE_MIXED_PRECISION")  # what a launcher sets
 MEASURE = {  # settings that decide how a trial is measured
     "problem_type", "max_eval_samples", "metric_for_best_model", "greater_is_better", "reproduce",
@@ -92,6 +94,7 @@ class _Search:
         failures: why trials failed in this start, in order.
         is_over: no more trial is begun.
         interrupted_at: on the monotonic clock; 0 for not.
+        asking: held by the one that asks for a trial.
     """
 
     config: SearchConfig
@@ -103,6 +106,7 @@ class _Search:
     failures: list[str] = field(default_factory=list)
     is_over: bool = False
     interrupted_at: float = 0.0
+    asking: Any = field(default_factory=Lock)
 
     def interrupt(self, number: int, _: object) -> None:
         """Have SIGTERM and Ctrl-C end the trials, which save; a second one ends the search at once.
@@ -199,13 +203,39 @@ class _Search:
         """
         try:
             while not (self.is_over or self.interrupted_at) and next(turns, None) is not None:
-                trial = study.ask(self.ranges)
+                trial = self.ask(study)
+                if trial is None:
+                    return
                 value, state = self.try_out(trial, share)
                 if not self.interrupted_at:
                     study.tell(trial, value, state)
         except BaseException:
             self.is_over = True
             raise
+
+    def ask(self, study: Any) -> Any:
+        """Return the next trial. Where all keys are lists, of a thousand combinations at most, each
+        is tried once, in any order, and one that failed again only after the others; None where all
+        have come to their end.
+        """
+        with self.asking:
+            sizes = [len(getattr(each, "choices", ())) for each in self.ranges.values()]
+            waiting = any(trial.state.name == "WAITING" for trial in study.trials)
+            if waiting or not 0 < math.prod(sizes) <= GRID:
+                return study.ask(self.ranges)
+            failed = [trial.params for trial in study.trials if trial.state.name == "FAIL"]
+            ended = [trial.params for trial in study.trials if trial.state.name != "FAIL"]
+            choices = product(*(each.choices for each in self.ranges.values()))
+            grid = [dict(zip(self.ranges, values, strict=True)) for values in choices]
+            left = [params for params in grid if params not in ended]
+            if not left and not self.is_over:
+                print(f"all {len(grid)} combinations are tried", flush=True)
+                self.is_over = True
+            if self.is_over:
+                return None
+            random.Random(self.job.seed).shuffle(left)
+            study.enqueue_trial(min(left, key=failed.count))
+            return study.ask(self.ranges)
 
     def try_out(self, trial: Any, share: dict[str, str]) -> tuple[float | None, Any]:
         """Train with a trial's settings; return the value of the final model, and how it ended."""

@@ -212,7 +212,8 @@ def _read_delimited(
             "\n" in field and ("\t" in field or len(header) == 1) for field in fields
         ):
             lines = f"lines {first} to {reader.line_num}"
-            yield place, f"its quotes make one row of {lines}; double them, or save as csv"
+            mend = "if they are to, save as csv, else double them"
+            yield place, f"its quotes make one row of {lines}; {mend}"
         else:
             yield place, dict(zip(header, fields, strict=True))
     if header is None:

@@ -174,6 +174,7 @@ def load_splits(config: TrainConfig, tokenizer: Any, model_labels: Sequence[str]
         _warn_of_look_alikes(names)
     if train.targets is not None and train.targets.ndim == 2:
         _warn_of_separators(train.targets, names, config.label_separator)
+    _tell_repeats(train)
     for name in [name for name in splits if name != "train"]:
         shared = count_shared_texts(train, splits[name])
         if shared:
@@ -266,6 +267,24 @@ def _tell_labels(train: Split, names: list[str]) -> None:
     if missing and not drawn:
         told = listed(missing, LABELS_TOLD, "; ")
         logger.warning("labels without a training row, which cannot be learnt: %s", told)
+
+
+def _tell_repeats(train: Split) -> None:
+    """Say how many of the (first million) training rows have the text of another, and warn where
+    such a text has several labels.
+    """
+    ids = train.ids(np.arange(min(len(train), COMPARED_TEXTS), dtype=np.int64))
+    texts, labels = train.store.text_hashes[ids], train.store.label_codes[ids]
+    order = np.lexsort((labels, texts))
+    texts, labels = texts[order], labels[order]
+    again = texts[1:] == texts[:-1]
+    unlike = len(np.unique(texts[1:][again & (labels[1:] != labels[:-1])]))
+    if again.any():
+        logger.log(
+            logging.WARNING if unlike else logging.INFO,
+            "%d training rows have the text of another; texts with several labels: %d",
+            again.sum(), unlike,
+        )  # fmt: skip
 
 
 def _warn_of_separators(targets: NDArray[np.bool_], names: list[str], separator: str) -> None:

@@ -210,8 +210,25 @@ def test_a_search_that_goes_on_tries_other_settings(search_of_stand_ins) -> None
     assert study.best_value == pytest.approx(value)
 
 
+def test_each_combination_of_lists_is_tried_once(
+    search_of_stand_ins, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job that is trained again only ends as it did; one that failed may have been mended."""
+    space = "learning_rate: [0.6, 0.7]\nweight_decay: [0.1, 0.2]\n"
+    monkeypatch.setenv("FAILS", "1")
+    with pytest.raises(ConfigError, match="no trial came to its end, 1 failed"):
+        search_of_stand_ins(space, "--num_trials", "1")
+    monkeypatch.delenv("FAILS")
+    search_of_stand_ins(space, "--num_trials", "2")
+    study = search_of_stand_ins(space, "--num_trials", "9", "--parallel_trials", "3")
+    assert states(study) == ["FAIL", *["COMPLETE"] * 4]
+    assert len({tuple(trial.params.items()) for trial in study.trials[1:]}) == 4
+    assert study.trials[1].params != study.trials[0].params
+    assert capsys.readouterr().out.count("all 4 combinations are tried") == 1
+
+
 def test_a_search_stops_what_is_worse_than_the_median(search_of_stand_ins) -> None:
-    space = "learning_rate: [0.1, 0.9]\n"
+    space = "learning_rate: [0.1, 0.9]\nseed: [1, 2, 3, 4, 5, 6]\n"
     study = search_of_stand_ins(space, "--num_trials", "12")
     found = [(trial.params["learning_rate"], trial.state.name) for trial in study.trials]
     assert len(found) == 12
@@ -301,7 +318,7 @@ def test_trials_of_the_same_settings_have_their_folders(
     search_of_stand_ins, tmp_path: Path
 ) -> None:
     words = ["--num_trials", "2", "--parallel_trials", "2"]
-    study = search_of_stand_ins("learning_rate: [0.4]\n", *words)
+    study = search_of_stand_ins("learning_rate: {low: 0.4, high: 0.4}\n", *words)
     assert states(study) == ["COMPLETE", "COMPLETE"]
     assert len(list(tmp_path.glob("search/trial_*/metrics.jsonl"))) == 2
 
@@ -358,7 +375,7 @@ def test_a_second_signal_ends_the_search_at_once(tmp_path: Path, at_once: str) -
     """Not one that came twice; and not before the trials' processes had theirs."""
     pytest.importorskip("optuna")
     (tmp_path / "job.yaml").write_text("seed: 1\n")
-    (tmp_path / "space.yaml").write_text("learning_rate: [0.4]\n")
+    (tmp_path / "space.yaml").write_text("learning_rate: [0.4, 0.5]\n")
     words = ["--parallel_trials", at_once, "--output_dir", tmp_path / "search"]
     for key in ("job", "space"):
         words += [f"--{key}", tmp_path / f"{key}.yaml"]
@@ -541,7 +558,7 @@ def test_a_fault_of_the_search_itself_is_told(
         write(path, text)
 
     monkeypatch.setattr(search, "write_whole", is_full)
-    words = ["learning_rate: [0.9]\n", "--num_trials", "2", "--parallel_trials", at_once]
+    words = ["learning_rate: [0.8, 0.9]\n", "--num_trials", "2", "--parallel_trials", at_once]
     with pytest.raises(OSError, match="No space left"):
         search_of_stand_ins(*words)
 

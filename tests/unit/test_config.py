@@ -343,6 +343,8 @@ def test_predict_needs_one_source() -> None:
         parse(PredictConfig, ["--checkpoint", "x"], "predict")
     with pytest.raises(ConfigError, match="checkpoint: is needed. Fix: --checkpoint TEXT"):
         parse(PredictConfig, ["--text", "x"], "predict")
+    with pytest.raises(ConfigError, match="output=a.CSV: is written as JSON lines. Fix: a name in"):
+        parse(PredictConfig, ["--checkpoint", "x", "--text", "x", "--output", "a.CSV"], "predict")
 
 
 @pytest.mark.parametrize(

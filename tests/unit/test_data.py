@@ -582,6 +582,28 @@ def test_labels_that_look_alike_are_told(
     )
 
 
+@pytest.mark.parametrize(
+    ("labels", "told"),
+    [
+        ("abcded", "4 training rows have the text of another; texts with several labels: 1"),
+        ("abbcaa", "4 training rows have the text of another; texts with several labels: 2"),
+        ("aaabab", "4 training rows have the text of another; texts with several labels: 0"),
+    ],
+)
+def test_texts_that_are_there_again_are_told(
+    tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture, labels: str, told: str
+) -> None:
+    texts = ("the a", "the a", "the a", "of in", "the a", "of in")
+    file = tmp_path / "a.jsonl"
+    lines = [json.dumps({"text": t, "label": x}) for t, x in zip(texts, labels, strict=True)]
+    file.write_text("\n".join(lines))
+    with caplog.at_level("INFO"):
+        load_splits(TrainConfig(train_file=file, validation_file=file), tokenizer)
+    (record,) = [each for each in caplog.records if "text of another" in each.message]
+    assert record.message == told
+    assert (record.levelname == "WARNING") is ("labels: 0" not in told)
+
+
 def test_the_name_of_a_column_of_numbers_is_no_label(
     tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
