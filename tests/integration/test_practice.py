@@ -8,6 +8,7 @@ import json
 import pickle
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -422,7 +423,7 @@ def test_a_resume_that_trains_nothing_says_so(
 
 
 def test_what_is_switched_on_around_it_changes_nothing(
-    tmp_path: Path, tiny_model: Path, rows_file: Path
+    tmp_path: Path, tiny_model: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A notebook that has predicted before has gradients off; a service may have autocast on."""
     from accel_ft import fit, load_classifier
@@ -443,6 +444,11 @@ def test_what_is_switched_on_around_it_changes_nothing(
         assert classifier.predict(texts) == found
         with pytest.raises(ConfigError, match="fit: torch.autocast is on around it. Fix: call it"):
             fit(**keys, output_dir=tmp_path / "autocast")
+    rare = classifier.describe(np.array([1.25e-7, 0.25, 0.25, 0.5]))["scores"]
+    assert min(rare.values()) == 1.25e-7
+    half = partial(torch.autocast, "cpu", torch.bfloat16)
+    monkeypatch.setattr(classifier.accelerator, "autocast", half)  # its own, as launched in bf16
+    assert classifier.predict(texts) != found
 
 
 @pytest.mark.parametrize("num_labels", [1, 2])
