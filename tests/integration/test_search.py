@@ -7,7 +7,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from threading import Thread, Timer
+from threading import Lock, Thread, Timer
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -340,6 +342,21 @@ def test_a_search_that_is_stopped_takes_its_trials_up_again(
     assert len(ended) == 2
     assert set(begun) <= set(ended)
     assert len(list(tmp_path.glob("search/trial_*"))) == 2  # they go on in their folders
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_waits_to_be_taken_up_again_is_asked_for_first_and_once(seed: int) -> None:
+    optuna = pytest.importorskip("optuna")
+    study, rates = optuna.create_study(), (0.1, 0.2, 0.3, 0.4)
+    study.enqueue_trial({"learning_rate": 0.3})
+    ranges = {"learning_rate": optuna.distributions.CategoricalDistribution(rates)}
+    told: Any = SimpleNamespace(
+        ranges=ranges, asking=Lock(), is_over=False, job=SimpleNamespace(seed=seed)
+    )
+    asked = [search._Search.ask(told, study) for _ in range(5)]
+    assert asked.pop() is None
+    found = [trial.params["learning_rate"] for trial in asked]
+    assert (found[0], sorted(found)) == (0.3, list(rates))
 
 
 @pytest.mark.parametrize("rank", ["SAVES", "imports, and has no handler yet"])
