@@ -39,15 +39,11 @@ ProblemType = Literal["single_label_classification", "multi_label_classification
 DEFAULT_DATASET = "fancyzhx/ag_news"  # where no rows are named
 METRICS = {
     "single_label_classification": (
-        "accuracy",
-        "f1_macro",
-        "matthews_correlation",
-        "roc_auc",
-        "loss",
+        "accuracy", "f1_macro", "matthews_correlation", "roc_auc", "loss",
     ),
     "multi_label_classification": ("f1_macro", "f1_micro", "accuracy", "roc_auc", "loss"),
     "regression": ("rmse", "mae", "pearson", "spearmanr", "r2", "loss"),
-}
+}  # fmt: skip
 ERRORS = ("loss", "rmse", "mae")  # the lowest is the best
 IDENTITY_KEYS = {
     "model_name_or_path", "max_seq_length", "global_batch_size", "seed", "learning_rate",

@@ -345,7 +345,9 @@ def test_a_search_that_is_stopped_takes_its_trials_up_again(
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_waits_to_be_taken_up_again_is_asked_for_first_and_once(seed: int) -> None:
+def test_what_waits_to_be_taken_up_again_is_asked_for_first_and_once(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     optuna = pytest.importorskip("optuna")
     study, rates = optuna.create_study(), (0.1, 0.2, 0.3, 0.4)
     study.enqueue_trial({"learning_rate": 0.3})
@@ -357,6 +359,8 @@ def test_what_waits_to_be_taken_up_again_is_asked_for_first_and_once(seed: int) 
     assert asked.pop() is None
     found = [trial.params["learning_rate"] for trial in asked]
     assert (found[0], sorted(found)) == (0.3, list(rates))
+    monkeypatch.setattr(search, "GRID", 3)  # of more, Optuna chooses, as of ranges
+    assert search._Search.ask(told, study).params["learning_rate"] in rates
 
 
 @pytest.mark.parametrize("rank", ["SAVES", "imports, and has no handler yet"])
