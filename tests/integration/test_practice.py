@@ -361,6 +361,13 @@ def test_a_model_that_does_not_say_what_its_labels_are(
     command = ["--checkpoint", str(tmp_path / "old"), "--test_file", str(rows)]
     evaluate.main([*command, *several])
     assert "f1_micro" in json.loads(capsys.readouterr().out)
+    for kind, fault in (
+        ("multi_label_classification", "problem_type=regression: .* is for multi_label"),
+        ("regression", "predicts 2 numbers; one can be measured"),
+    ):
+        (tmp_path / "old/config.json").write_text(json.dumps(about | {"problem_type": kind}))
+        with pytest.raises(ConfigError, match=fault):
+            evaluate.main([*command, "--problem_type", "regression"])
 
 
 def test_a_head_without_names_is_measured_by_ids(
