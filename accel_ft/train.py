@@ -109,7 +109,7 @@ def fit(config: TrainConfig) -> None:
             _write_card_and_report(config, run.splits.label_names, events)
         watch.barrier()
     if is_main:
-        _finish(config, events)
+        _say_and_push(config, events)
 
 
 def _check_precision(config: TrainConfig, run: Path, now: str) -> None:
@@ -189,7 +189,7 @@ def _write_card_and_report(
         ) from error
 
 
-def _finish(config: TrainConfig, events: list[dict[str, Any]]) -> None:
+def _say_and_push(config: TrainConfig, events: list[dict[str, Any]]) -> None:
     """Say where all is; push and compare where that is asked for."""
     with suppress(OSError, ValueError):  # nobody listens, or in another encoding; all is done
         _say_farewell(config, events)

@@ -47,21 +47,23 @@ def projections(attention: Any) -> list[Any]:
 
 
 def layer_parts(layer: Any) -> tuple[list[Any], Any, list[float]]:
-    """Return what has parameters in a layer (query, key, value, out, norm, wide, narrow, last
-    norm), its activation, and the probabilities of dropout: of the shares, of what attention gives,
-    and of what comes after it.
+    """Return what has parameters in a layer (query, key, value, out, wide, narrow, and the two
+    norms), its activation, and the probabilities of dropout: of the shares, of what attention
+    gives, and of what comes after it.
     """
     attention = attention_of(layer)
     if hasattr(layer, "ffn"):  # DistilBERT's
-        ffn, out, norm = layer.ffn, attention.out_lin, layer.sa_layer_norm
-        rest = [ffn.lin1, ffn.lin2, layer.output_layer_norm]
+        ffn = layer.ffn
+        others = [attention.out_lin, ffn.lin1, ffn.lin2]
+        norms = [layer.sa_layer_norm, layer.output_layer_norm]
         activation, dropouts = ffn.activation, [0.0, ffn.dropout.p]
     else:
         given, last = layer.attention.output, layer.output
-        out, norm, wide = given.dense, given.LayerNorm, layer.intermediate
-        rest = [wide.dense, last.dense, last.LayerNorm]
-        activation, dropouts = wide.intermediate_act_fn, [given.dropout.p, last.dropout.p]
-    modules = [*projections(attention), out, norm, *rest]
+        others = [given.dense, layer.intermediate.dense, last.dense]
+        norms = [given.LayerNorm, last.LayerNorm]
+        activation = layer.intermediate.intermediate_act_fn
+        dropouts = [given.dropout.p, last.dropout.p]
+    modules = [*projections(attention), *others, *norms]
     return modules, activation, [attention.dropout.p, *dropouts]
 
 
@@ -136,7 +138,7 @@ def forward(
     if attention_mask is not None:
         least = max(torch.finfo(each).min for each in (kind, attention_mask.dtype))
         attention_mask = attention_mask.clamp(min=least)  # float32's would be -inf in bfloat16
-    eps = (modules[4].eps, modules[7].eps)
+    eps = (modules[6].eps, modules[7].eps)
     settings = Settings(
         kind, attention.attention_head_size, attention.scaling, eps, dropped, packed
     )
@@ -157,9 +159,9 @@ class _Layer(torch.autograd.Function):
         kind = to.kind
         shape = torch.Size((*to.packed.batch, tokens.shape[-1])) if to.packed else tokens.shape
         weights, biases = tensors[::2], tensors[1::2]
-        cast = [each.to(kind) for each in weights[:4] + weights[5:7]]
+        cast = [each.to(kind) for each in weights[:6]]
         w_q, w_k, w_v, w_out, w_wide, w_narrow = cast
-        b_q, b_k, b_v, b_out, b_wide, b_narrow = (b.to(kind) for b in biases[:4] + biases[5:7])
+        b_q, b_k, b_v, b_out, b_wide, b_narrow = (b.to(kind) for b in biases[:6])
         residual = tokens.reshape(-1, tokens.shape[-1])  # [N, D]
         x = residual.to(kind)
 
@@ -181,7 +183,7 @@ class _Layer(torch.autograd.Function):
 
         given = torch.addmm(b_out, got, w_out.T)
         middle, norm = _add_norm(
-            residual, given, to.dropped[1], generator, weights[4], biases[4], to.eps[0]
+            residual, given, to.dropped[1], generator, weights[6], biases[6], to.eps[0]
         )
         y = middle.to(kind)
         before = torch.addmm(b_wide, y, w_wide.T)
@@ -239,7 +241,7 @@ class _Layer(torch.autograd.Function):
             d.add_(gradient @ weight)
         return (
             d.view(gradients[0].shape), None, None,
-            *of_projections, *of_out, *of_norm, *of_wide, *of_narrow, *of_last,
+            *of_projections, *of_out, *of_wide, *of_narrow, *of_norm, *of_last,
         )  # fmt: skip
 
 

@@ -432,7 +432,7 @@ def test_a_metric_that_is_no_number_is_said(capsys: pytest.CaptureFixture[str]) 
     """What comes after it is still done: the push, and the comparison of `--reproduce`."""
     config = TrainConfig(problem_type="regression", push_to_hub=False)
     events = [{"event": "test", "test_rmse": None}, {"event": "end", "eval_rmse": 0.5}]
-    train._finish(config, events)
+    train._say_and_push(config, events)
     told = capsys.readouterr().out
     assert "rmse on the validation rows: 0.5000" in told
     assert "rmse on the test rows: NaN" in told
