@@ -1,10 +1,4 @@
-"""A truthful `Accelerator`: what accelerate's YAML and command line ask for is what runs, or the
-run stops here.
-
-`accelerate launch` hands its workers only part of what it was told; the rest (use_cpu of a
-multi-process YAML, the number of processes of a launch that ended up as one) is read from the
-launcher's own command line.
-"""
+"""A truthful `Accelerator`: what was asked for is what runs, or the run stops here."""
 
 import contextlib
 import logging
@@ -12,161 +6,43 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.commands.config.config_args import default_config_file, load_config_from_file
-from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     DistributedType,
     InitProcessGroupKwargs,
     is_compiled_module,
-    parse_flag_from_env,
 )
 from torch import nn
 
-from accel_ft import errors
-from accel_ft.errors import LaunchError, in_one_line, nearest
+from accel_ft.errors import LaunchError, in_one_line
 from accel_ft.runtime import fsdp
 from accel_ft.runtime.compiled import (
-    compiles_layers,
     configure,
     is_compiled,
     start_compile_workers,
 )
 from accel_ft.runtime.gloo import give_groups_one_worker
 from accel_ft.runtime.memory import keep_freed_memory
+from accel_ft.runtime.request import (
+    ENVIRONMENT,
+    Request,
+    own_launcher,
+    read_request,
+    refuse_impossible,
+    world_size,
+)
 
 logger = logging.getLogger(__name__)
 
-YES = ("y", "yes", "t", "true", "on", "1")  # as accelerate reads it
-ENVIRONMENT = "the environment"  # where no `accelerate launch` is among the parents
-SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish", "ash", "busybox"}
 MIXED_PRECISION = "mixed_precision (another than this process began with needs a new one)"
 LAUNCHER_GONE = "the launcher ended before this rank had started"
 QUIET_SECONDS = 20.0  # after which a rank that waits for others says so
-
-
-@dataclass(frozen=True)
-class Request:
-    """What was asked for.
-
-    Attributes:
-        source: the YAML or command, for messages.
-        num_processes: ranks over all machines; None where nothing says.
-        use_cpu: whether the CPU was asked for; None where nothing says.
-        distributed_type: accelerate's name, such as MULTI_GPU or FSDP; "NO" where nothing says.
-        mixed_precision: no, bf16, fp16 or fp8.
-    """
-
-    source: str
-    num_processes: int | None
-    use_cpu: bool | None
-    distributed_type: str
-    mixed_precision: str
-
-
-def read_request() -> Request:
-    """Find what was asked for: in the launcher's command line, else in the environment."""
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    world_size = os.environ.get("WORLD_SIZE")
-    launcher = find_launcher()
-    if launcher is None:
-        asked_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or None
-        kind = "FSDP" if _is_true("ACCELERATE_USE_FSDP") else "NO"
-        return Request(
-            ENVIRONMENT, int(world_size) if world_size else None, asked_cpu, kind, precision
-        )
-    words, folder = launcher
-    args = launch_command_parser().parse_args(words)
-    has_default = os.path.isfile(default_config_file) and not args.cpu  # as the launcher takes it
-    file = args.config_file or (default_config_file if has_default else None)
-    place = Path(folder, Path(file).expanduser()) if file else None
-    yaml: Any = load_config_from_file(str(place)) if place else None
-    words_say = "FSDP" if args.use_fsdp else "MULTI_GPU" if args.multi_gpu else None
-    kind = words_say or (str(yaml.distributed_type.value) if yaml else "NO")
-    asked_precision = args.mixed_precision or (yaml and yaml.mixed_precision)
-    # Others are refused as a whole.
-    if yaml and kind in ("NO", "MULTI_GPU", "FSDP") and asked_precision != "fp8":
-        _refuse_unheard(str(file), yaml, kind)
-    return Request(
-        file or "accelerate launch",
-        args.num_processes or (yaml and yaml.num_processes),
-        bool(args.cpu or yaml.use_cpu) if yaml else args.cpu or (False if words_say else None),
-        kind,
-        str(asked_precision or "no"),
-    )
-
-
-def _refuse_unheard(file: str, yaml: Any, kind: str) -> None:
-    """Stop where the YAML has a section, or a key in one, that accelerate passes over.
-
-    Raises:
-        LaunchError: naming it.
-    """
-    options = vars(launch_command_parser().parse_args(["script"]))
-    for section, keys in vars(yaml).items():
-        if section in ("tpu_use_cluster", "downcast_bf16") and keys not in (None, False, "no"):
-            raise LaunchError(f"{file}: {section}: {keys} is for TPUs. Fix: leave it out")
-        if not isinstance(keys, dict) or not keys or section == "parallelism_config":
-            continue
-        if section != "dynamo_config" and (section, kind) != ("fsdp_config", "FSDP"):
-            raise LaunchError(
-                f"{file}: its {section} is not heeded under distributed_type: {kind}. Fix: leave "
-                "it out" + ", or distributed_type: FSDP" * (section == "fsdp_config")
-            )
-        prefix = section.removesuffix("config")
-        for key in keys:
-            name = key if key.startswith(prefix) else prefix + key
-            if name not in options:
-                raise LaunchError(f"{file}: {section} has no {key}.{nearest(name, options)}")
-
-
-def own_launcher() -> int | None:
-    """Return the number of the process that started this one where it is a launcher, whose end is
-    its ranks' end; not a shell's.
-    """
-    pid, command = errors.parent
-    is_shell = os.path.basename((command or [""])[0]).lstrip("-") in SHELLS
-    is_elastic = "TORCHELASTIC_RUN_ID" in os.environ and not is_shell
-    return pid if is_elastic or launcher_words(command) is not None else None
-
-
-def find_launcher() -> tuple[list[str], str] | None:
-    """Return the words after `accelerate launch` of the nearest such parent, and the folder it is
-    in.
-    """
-    with contextlib.suppress(psutil.Error):
-        for parent in psutil.Process().parents():
-            with contextlib.suppress(psutil.Error):
-                if (found := launcher_words(parent.cmdline())) is not None:
-                    return found, parent.cwd()
-    return None
-
-
-def launcher_words(command: list[str]) -> list[str] | None:
-    """Return the words after `accelerate launch` in a process's command line, None in another."""
-    place = 0
-    if command and os.path.basename(command[0]).startswith("python"):
-        place = 1
-        while command[place : place + 1] and command[place].startswith("-"):
-            if command[place] == "-m":
-                place += 1
-                break
-            place += 2 if command[place] in ("-X", "-W") else 1
-    program, *words = command[place:] or [""]
-    name = os.path.basename(program)
-    if name == "accelerate" or program == "accelerate.commands.accelerate_cli":
-        return words[1:] if words[:1] == ["launch"] else None
-    is_launch = name == "accelerate-launch" or program == "accelerate.commands.launch"
-    return words if is_launch else None
 
 
 def make_accelerator(**kwargs: Any) -> Accelerator:
@@ -188,7 +64,7 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
     on_cpu = bool(request.use_cpu) or not torch.accelerator.is_available()
     if on_cpu:
         keep_freed_memory()
-    _refuse_impossible(request, on_cpu)
+    refuse_impossible(request, on_cpu)
     # Evaluation and prediction wait for a slow rank, or for what comes on standard input.
     kwargs.setdefault("kwargs_handlers", [InitProcessGroupKwargs(timeout=timedelta(days=1))])
     data = DataLoaderConfiguration(non_blocking=True)
@@ -199,7 +75,7 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
         raise LaunchError(f"{request.source}: accelerate cannot start: {error}") from error
     except RuntimeError as error:
         is_device = isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError)
-        if is_device or _world_size() == 1:
+        if is_device or world_size() == 1:
             raise
         why = in_one_line(error).rstrip(".")
         raise LaunchError(
@@ -234,7 +110,7 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
 def _meeting() -> Iterator[None]:
     """While the ranks wait for each other: end where the launcher does, and say that one waits."""
     launcher, started, met = own_launcher(), time.monotonic(), threading.Event()
-    tells = _world_size() > 1 and os.environ.get("RANK") == "0"
+    tells = world_size() > 1 and os.environ.get("RANK") == "0"
 
     def look() -> None:
         is_told = not tells
@@ -251,11 +127,6 @@ def _meeting() -> Iterator[None]:
         yield
     finally:
         met.set()
-
-
-def _world_size() -> int:
-    """How many ranks the environment says there are."""
-    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def _meeting_place() -> str:
@@ -326,90 +197,3 @@ def check_granted(accelerator: Accelerator, model: nn.Module) -> None:
     ]
     if differences:
         raise LaunchError(f"{request.source} is not what runs:\n  " + "\n  ".join(differences))
-
-
-def _refuse_impossible(request: Request, on_cpu: bool) -> None:
-    """Stop where accelerate would silently do something else."""
-    if os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
-        raise LaunchError(
-            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is set and would override the accumulation "
-            "steps of the job. Fix: unset it; set global_batch_size or gradient_accumulation_steps "
-            "in the job"
-        )
-    kind, precision = request.distributed_type, request.mixed_precision
-    is_fsdp2 = kind == "FSDP" and os.environ.get("FSDP_VERSION") == "2"
-    is_fsdp1 = kind == "FSDP" and not is_fsdp2
-    sharding = os.environ.get("FSDP_SHARDING_STRATEGY", "full_shard").upper()
-    reshards = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").upper()
-    ranks, devices = int(os.environ.get("LOCAL_WORLD_SIZE") or 1), torch.accelerator.device_count()
-
-    def asks_fsdp(key: str, *values: str) -> bool:
-        return kind == "FSDP" and os.environ.get(f"FSDP_{key}", "").lower() in (values or YES)
-
-    offloads = is_fsdp2 and asks_fsdp("OFFLOAD_PARAMS")
-    for is_asked, words in (
-        (kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP"),
-         f"distributed_type: {kind}, which accel_ft does not train under. "
-         "Allowed: NO, MULTI_GPU, FSDP"),
-        (os.environ.get("ACCELERATE_USE_FSDP", "").lower() in set(YES) - {"true"},
-         "FSDP, for which accelerate takes the word true alone. Fix: ACCELERATE_USE_FSDP=true"),
-        (kind == "FSDP" and request.source == ENVIRONMENT and "RANK" not in os.environ,
-         "FSDP, but no launcher started this process. Fix: accelerate launch, or torchrun"),
-        (kind != "FSDP" and _world_size() > 1 and not compiles_layers()
-         and is_compiled() and parse_flag_from_env("ACCELERATE_DYNAMO_USE_FULLGRAPH"),
-         "dynamo_use_fullgraph under DDP, whose forward pass dynamo cannot trace. Fix: false"),
-        (_is_true("ACCELERATE_USE_DEEPSPEED") or _is_true("ACCELERATE_USE_MEGATRON_LM"),
-         "DeepSpeed or Megatron (--use_..., ACCELERATE_USE_...), which accel_ft does not train "
-         "under. Fix: leave it out"),
-        (_is_true("ACCELERATE_USE_PARALLELISM_CONFIG"),
-         "a parallelism_config, which accel_ft does not train under: its ranks would read other "
-         "rows than the plan's. Fix: leave it out"),
-        (precision not in ("no", "bf16", "fp16"),
-         f"mixed_precision: {precision}. Allowed: no, bf16, fp16"),
-        (request.use_cpu is False and on_cpu,
-         "an accelerator (use_cpu: false), but torch finds none here. "
-         "Fix: accelerate_configs/cpu.yaml or cpu_ddp.yaml, or a torch build for your device"),
-        (not on_cpu and ranks > devices,  # accelerate's barriers name a rank's device by its number
-         f"{ranks} processes on this machine, of which this one sees {devices} devices. "
-         "Fix: --num_processes, one a device; under srun let each see all (no --gpus-per-task)"),
-        (precision == "fp16" and on_cpu,
-         "mixed_precision: fp16, which is silently switched off on the CPU. "
-         "Allowed there: no, bf16. Fix: --mixed_precision bf16"),
-        (is_fsdp1 and on_cpu,
-         "FSDP1 on the CPU, where saving its full state crashes the process. "
-         "Fix: fsdp_version: 2 in fsdp_config, as in accelerate_configs/cpu_fsdp2.yaml"),
-        (asks_fsdp("CPU_RAM_EFFICIENT_LOADING"),
-         "fsdp_cpu_ram_efficient_loading (accelerate's default), under which rank 0 alone has an "
-         "initialized head. Fix: fsdp_cpu_ram_efficient_loading: false in fsdp_config, as in "
-         "accelerate_configs/"),
-        (is_fsdp1 and not asks_fsdp("USE_ORIG_PARAMS"),
-         "FSDP1 without fsdp_use_orig_params, under which the optimizer would hold nothing of the "
-         "model. Fix: fsdp_use_orig_params: true, as in accelerate_configs/fsdp1.yaml"),
-        (is_fsdp1 and reshards not in ("TRUE", sharding),
-         f"fsdp_reshard_after_forward: {reshards}, which FSDP1 does not heed. Fix: leave it out; "
-         "fsdp_sharding_strategy says it (of false, SHARD_GRAD_OP)"),
-        (is_fsdp2 and sharding not in ("FULL_SHARD", "1", "NONE"),
-         f"fsdp_sharding_strategy: {sharding}, which FSDP2 does not heed. "
-         "Fix: leave it out; fsdp_reshard_after_forward: false is its SHARD_GRAD_OP"),
-        (is_fsdp2 and (asks_fsdp("FORWARD_PREFETCH")
-                       or asks_fsdp("BACKWARD_PREFETCH", "backward_post", "no_prefetch")),
-         "fsdp_forward_prefetch or fsdp_backward_prefetch, which FSDP2 does not heed. "
-         "Fix: leave it out"),
-        (is_fsdp2 and asks_fsdp("AUTO_WRAP_POLICY", "size_based_wrap"),
-         "fsdp_auto_wrap_policy: SIZE_BASED_WRAP, which FSDP2 cannot do with lists of layers. "
-         "Fix: TRANSFORMER_BASED_WRAP"),
-        (asks_fsdp("ACTIVATION_CHECKPOINTING"),
-         "fsdp_activation_checkpointing, which draws dropout anew on the way back (FSDP2) and "
-         "renames parameters (FSDP1). Fix: leave it out; --gradient_checkpointing true in the job"),
-        (offloads and on_cpu, "fsdp_offload_params, but the CPU is where they are. Fix: false"),
-        (offloads and precision == "fp16",
-         "fsdp_offload_params with mixed_precision: fp16, whose loss scale FSDP2 reads on the host "
-         "before it has come there. Fix: bf16, or no"),
-    ):  # fmt: skip
-        if is_asked:
-            raise LaunchError(f"{request.source} asks for {words}")
-
-
-def _is_true(variable: str) -> bool:
-    """Whether accelerate takes a strategy's variable of the environment for a yes."""
-    return os.environ.get(variable, "").lower() == "true"

@@ -40,7 +40,7 @@ from accel_ft.errors import (
     leave_last_words,
     listed,
 )
-from accel_ft.runtime.launch import own_launcher
+from accel_ft.runtime.request import own_launcher
 
 logger = logging.getLogger(__name__)
 

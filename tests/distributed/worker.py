@@ -36,7 +36,7 @@ def allow_fsdp1_on_the_cpu() -> None:
     """Let FSDP1 train on gloo, which the launch checks refuse: gathering its whole state into memory
     of the host, as a run does once, at its end, ends the process on the CPU."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # accelerate takes FSDP1 for a GPU's
-    launch._refuse_impossible = lambda *_: None
+    launch.refuse_impossible = lambda *_: None
     kind = FullyShardedDataParallel
 
     def whole_state(_: Any, model: Any) -> Any:
@@ -51,7 +51,7 @@ SCALER: dict[str, Any] = {}  # what a task asks of the loss scaler
 
 def allow_fp16_on_the_cpu() -> None:
     """Give the `Accelerator` what it has on a GPU: autocast, and a loss scaler of the kind it takes there."""
-    launch._refuse_impossible = lambda *_: None
+    launch.refuse_impossible = lambda *_: None
     make = launch.make_accelerator
     kind = ShardedGradScaler if os.environ.get("FSDP_VERSION") == "1" else torch.amp.GradScaler
 

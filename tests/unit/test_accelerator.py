@@ -28,6 +28,13 @@ from accel_ft.errors import ConfigError, LaunchError
 from accel_ft.model.memory import _container_bytes
 from accel_ft.model.optim import allocate_state
 from accel_ft.runtime import compiled, fsdp, gloo, launch
+from accel_ft.runtime.request import (
+    Request,
+    launcher_words,
+    own_launcher,
+    read_request,
+    refuse_impossible,
+)
 from accel_ft.train import main
 
 
@@ -111,12 +118,16 @@ def test_the_launchers_own_file_does_not_count_under_cpu(
     default = tmp_path / "default_config.yaml"
     default.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\n"
                        "num_processes: 2\nmixed_precision: bf16\nuse_cpu: true\n")  # fmt: skip
-    monkeypatch.setattr(launch, "default_config_file", str(default))
+    monkeypatch.setattr("accel_ft.runtime.request.default_config_file", str(default))
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(default))
-    monkeypatch.setattr(launch, "find_launcher", lambda: (["-m", "accel_ft.train"], "/"))
-    assert launch.read_request().num_processes == 2
-    monkeypatch.setattr(launch, "find_launcher", lambda: (["--cpu", "-m", "accel_ft.train"], "/"))
-    request = launch.read_request()
+    monkeypatch.setattr(
+        "accel_ft.runtime.request.find_launcher", lambda: (["-m", "accel_ft.train"], "/")
+    )
+    assert read_request().num_processes == 2
+    monkeypatch.setattr(
+        "accel_ft.runtime.request.find_launcher", lambda: (["--cpu", "-m", "accel_ft.train"], "/")
+    )
+    request = read_request()
     assert (request.num_processes, request.mixed_precision) == (None, "no")
 
 
@@ -133,7 +144,7 @@ def test_the_launchers_own_file_does_not_count_under_cpu(
 )
 def test_the_launcher_is_known_however_it_is_started(start: str) -> None:
     words = ["--config_file", "mine.yaml", "-m", "accel_ft.train"]
-    assert launch.launcher_words([*start.split(), *words]) == words
+    assert launcher_words([*start.split(), *words]) == words
     for other in (
         "python -m accel_ft.train --output_dir runs/accelerate-launch",
         "python /venv/bin/torchrun --nproc_per_node 1 -m accel_ft.train accelerate launch",
@@ -142,8 +153,8 @@ def test_the_launcher_is_known_however_it_is_started(start: str) -> None:
         "python",
         "accelerate config",
     ):
-        assert launch.launcher_words(other.split()) is None
-    assert launch.launcher_words([]) is None
+        assert launcher_words(other.split()) is None
+    assert launcher_words([]) is None
 
 
 def test_a_launcher_that_ended_before_its_rank_had_started(
@@ -167,11 +178,11 @@ def test_a_launcher_that_ended_before_its_rank_had_started(
             time.sleep(0.05)
     assert (watch.stop_signal, left) == (signal.SIGTERM, [])  # it saves first
     monkeypatch.setattr(errors, "parent", (gone[0], ["-bash"]))  # a shell may go
-    assert launch.own_launcher() is None
+    assert own_launcher() is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    assert launch.own_launcher() is None
+    assert own_launcher() is None
     monkeypatch.setattr(errors, "parent", (gone[0], ["python", "notebook.py"]))
-    assert launch.own_launcher() == gone[0]
+    assert own_launcher() == gone[0]
 
 
 def test_a_forked_process_has_another_parent() -> None:
@@ -225,7 +236,7 @@ def test_a_whole_graph_under_ddp(
         monkeypatch.setenv(key, value)
     told = pytest.raises(LaunchError, match="dynamo_use_fullgraph under DDP")
     with told if refused else contextlib.nullcontext():
-        launch._refuse_impossible(launch.Request("x", None, True, "NO", "no"), on_cpu=True)
+        refuse_impossible(Request("x", None, True, "NO", "no"), on_cpu=True)
 
 
 def test_a_process_has_one_precision(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,16 +332,18 @@ def test_sections_of_the_yaml_that_nobody_heeds(
     plain = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 2\n"
     file.write_text(plain + lines + "\n")
     words = ["--config_file", str(file), "-m", "accel_ft.train"]
-    monkeypatch.setattr(launch, "find_launcher", lambda: (words, "/"))
+    monkeypatch.setattr("accel_ft.runtime.request.find_launcher", lambda: (words, "/"))
     if not message:
-        launch.read_request()
+        read_request()
         return
     if "fsdp_version" in lines:  # by the command it is heeded
-        monkeypatch.setattr(launch, "find_launcher", lambda: (["--use_fsdp", *words], "/"))
-        assert launch.read_request().distributed_type == "FSDP"
-        monkeypatch.setattr(launch, "find_launcher", lambda: (words, "/"))
+        monkeypatch.setattr(
+            "accel_ft.runtime.request.find_launcher", lambda: (["--use_fsdp", *words], "/")
+        )
+        assert read_request().distributed_type == "FSDP"
+        monkeypatch.setattr("accel_ft.runtime.request.find_launcher", lambda: (words, "/"))
     with pytest.raises(LaunchError, match=message):
-        launch.read_request()
+        read_request()
 
 
 def test_ranks_are_compared_by_what_decides_the_curve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +376,7 @@ def test_ranks_are_compared_by_what_decides_the_curve(monkeypatch: pytest.Monkey
 
 
 def test_no_processes_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = launch.Request("mine.yaml", 0, None, "NO", "no")
+    asked = Request("mine.yaml", 0, None, "NO", "no")
     monkeypatch.setattr(launch, "read_request", lambda: asked)
     with pytest.raises(LaunchError, match="mine.yaml asks for 0 processes, 1 run"):
         launch.make_accelerator()
@@ -375,27 +388,27 @@ def test_the_launchers_file_is_named_from_where_it_was_started(
     """A program may change its folder between two calls."""
     (tmp_path / "mine.yaml").write_text((ROOT / "accelerate_configs/cpu_ddp.yaml").read_text())
     words = ["--config_file", "mine.yaml", "-m", "accel_ft.train"]
-    monkeypatch.setattr(launch, "find_launcher", lambda: (words, str(tmp_path)))
-    request = launch.read_request()
+    monkeypatch.setattr("accel_ft.runtime.request.find_launcher", lambda: (words, str(tmp_path)))
+    request = read_request()
     assert (request.source, request.num_processes) == ("mine.yaml", 2)
 
 
 @pytest.mark.parametrize("engine", ["DEEPSPEED", "MEGATRON_LM"])
 def test_other_engines_are_refused(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for by the launcher's words, which it puts there, or in the environment itself."""
-    request = launch.Request("ddp.yaml", 1, None, "MULTI_GPU", "no")
-    launch._refuse_impossible(request, on_cpu=True)
+    request = Request("ddp.yaml", 1, None, "MULTI_GPU", "no")
+    refuse_impossible(request, on_cpu=True)
     monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
     with pytest.raises(LaunchError, match="ddp.yaml asks for DeepSpeed or Megatron"):
-        launch._refuse_impossible(request, on_cpu=True)
+        refuse_impossible(request, on_cpu=True)
 
 
 def test_the_environment_is_read_as_accelerate_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would be FSDP that was asked for, and DDP on the CPU that ran."""
-    monkeypatch.setattr(launch, "find_launcher", lambda: None)
+    monkeypatch.setattr("accel_ft.runtime.request.find_launcher", lambda: None)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "True")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "on")
-    request = launch.read_request()
+    request = read_request()
     assert (request.distributed_type, request.use_cpu) == ("FSDP", True)
 
 
@@ -410,8 +423,8 @@ def test_a_second_model_under_fsdp_has_a_plugin_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """accelerate keeps the first one's in a singleton, with the layers that were worked out."""
-    monkeypatch.setattr(launch, "read_request", lambda: launch.Request("x", 1, None, "FSDP", "no"))
-    monkeypatch.setattr(launch, "_refuse_impossible", lambda *_: None)
+    monkeypatch.setattr(launch, "read_request", lambda: Request("x", 1, None, "FSDP", "no"))
+    monkeypatch.setattr(launch, "refuse_impossible", lambda *_: None)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     made = SimpleNamespace(
         distributed_type=DistributedType.FSDP, num_processes=1, mixed_precision="bf16"
@@ -435,15 +448,15 @@ def test_a_container_has_less_than_its_machine(tmp_path: Path) -> None:
 
 def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """accelerate would put two on one device, and NCCL speak of duplicates."""
-    request = replace(launch.read_request(), use_cpu=False)
+    request = replace(read_request(), use_cpu=False)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    launch._refuse_impossible(request, on_cpu=False)
+    refuse_impossible(request, on_cpu=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(
         LaunchError, match="2 processes on this machine, of which this one sees 1 devices"
     ):
-        launch._refuse_impossible(request, on_cpu=False)
+        refuse_impossible(request, on_cpu=False)
 
 
 @pytest.mark.parametrize(
@@ -464,7 +477,7 @@ def test_what_would_be_passed_over_is_refused(
     key: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Accelerate hands it to the ranks in the environment, and FSDP2 takes no notice, or fails deep inside."""
-    request = launch.Request("fsdp2.yaml", 2, True, "FSDP", "no")
+    request = Request("fsdp2.yaml", 2, True, "FSDP", "no")
     sound = {
         "FSDP_VERSION": "2",
         "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
@@ -472,10 +485,10 @@ def test_what_would_be_passed_over_is_refused(
     }
     for name, each in sound.items():
         monkeypatch.setenv(name, each)
-    launch._refuse_impossible(request, on_cpu=True)
+    refuse_impossible(request, on_cpu=True)
     monkeypatch.setenv(key, value)
     with pytest.raises(LaunchError, match=message):
-        launch._refuse_impossible(request, on_cpu=True)
+        refuse_impossible(request, on_cpu=True)
 
 
 @pytest.mark.parametrize(
@@ -495,24 +508,24 @@ def test_what_fsdp1_would_pass_over_is_refused(
     key: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last three of accelerate's own defaults or questions; each fails on some rank only."""
-    request = launch.Request("fsdp1.yaml", 2, False, "FSDP", "bf16")
+    request = Request("fsdp1.yaml", 2, False, "FSDP", "bf16")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setenv("FSDP_USE_ORIG_PARAMS", "true")
     monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "true")  # as the launcher has it by itself
-    launch._refuse_impossible(request, on_cpu=False)
+    refuse_impossible(request, on_cpu=False)
     monkeypatch.setenv(key, value)
     with pytest.raises(LaunchError, match=message):
-        launch._refuse_impossible(request, on_cpu=False)
+        refuse_impossible(request, on_cpu=False)
 
 
 def test_fsdp1_asked_for_one_sharding_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """By accelerate's questions, and by the key that it heeds."""
-    request = launch.Request("fsdp1.yaml", 2, False, "FSDP", "bf16")
+    request = Request("fsdp1.yaml", 2, False, "FSDP", "bf16")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setenv("FSDP_USE_ORIG_PARAMS", "yes")
     for key in ("FSDP_RESHARD_AFTER_FORWARD", "FSDP_SHARDING_STRATEGY"):
         monkeypatch.setenv(key, "SHARD_GRAD_OP")
-    launch._refuse_impossible(request, on_cpu=False)
+    refuse_impossible(request, on_cpu=False)
 
 
 def test_cuda_graphs_are_refused_where_gradients_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -591,13 +604,13 @@ def test_a_loss_scale_does_not_go_with_offloaded_parameters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is on its way to the host when the host reads it."""
-    request = launch.Request("fsdp2_offload.yaml", 2, False, "FSDP", "bf16")
+    request = Request("fsdp2_offload.yaml", 2, False, "FSDP", "bf16")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
-    launch._refuse_impossible(request, on_cpu=False)
+    refuse_impossible(request, on_cpu=False)
     with pytest.raises(LaunchError, match="with mixed_precision: fp16"):
-        launch._refuse_impossible(replace(request, mixed_precision="fp16"), on_cpu=False)
+        refuse_impossible(replace(request, mixed_precision="fp16"), on_cpu=False)
 
 
 def test_gloo_groups_have_one_worker(tmp_path: Path) -> None:
