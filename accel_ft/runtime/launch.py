@@ -22,11 +22,7 @@ from torch import nn
 
 from accel_ft.errors import LaunchError, in_one_line
 from accel_ft.runtime import fsdp
-from accel_ft.runtime.compiled import (
-    configure,
-    is_compiled,
-    start_compile_workers,
-)
+from accel_ft.runtime.compiled import configure, is_compiled, start_compile_workers
 from accel_ft.runtime.gloo import give_groups_one_worker
 from accel_ft.runtime.memory import keep_freed_memory
 from accel_ft.runtime.request import (
