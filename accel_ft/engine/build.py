@@ -70,28 +70,7 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
         raise ConfigError(f"lora_r={config.lora_r}: FSDP1 cannot save adapters alone. Fix: FSDP2")
     if accelerator.num_processes > 1:
         refuse_other_jobs(config, accelerator, watch)
-    folder = load.resolve(config.model_name_or_path)
-    tokenizer = load.load_tokenizer(folder)
-    base = load.load_model_config(folder)
-    load.check_trainable(base)
-    load.check_max_seq_length(config.max_seq_length, load.position_limit(base, tokenizer))
-    watch.stage("data")
-    with watch.first(accelerator.is_local_main_process):  # it tokenises, others find its cache
-        splits = load_splits(config, tokenizer, load.labels_of(base))
-    refuse_other_rows(watch.all_gather({n: s.fingerprint() for n, s in splits.given.items()}))
-    stores = [split.store for split in splits.given.values()]
-    load.check_tokens(max(tokenizer.pad_token_id, *(s.greatest_id for s in stores)), base)
-    names, best = splits.label_names, config.best_label
-    _warn_of_other_labels(config, names, load.labels_of(base))
-    present = [names[number] for number in splits.validation.label_ids()] if best else []
-    if best not in (None, *present):
-        raise ConfigError(
-            f"metric_for_best_model={config.best_metric}: no validation row has that label."
-            f"{nearest(str(best), present)} Allowed: {listed(present, 20)}"
-        )
-    splits.train.class_weights = class_weights(config.class_weights, splits.train, names)
-    if config.oversampling == "balanced":
-        splits.train.oversample()
+    tokenizer, splits = _load_rows(config, accelerator, watch)
     pad = Padding(tokenizer, config.max_seq_length, accelerator.device, compiles_each_width())
     if config.per_device_train_batch_size == "auto":
         config = fit_micro_batch(config, accelerator, watch, splits, tokenizer, pad)
@@ -148,6 +127,33 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
         trackers=trackers,
         graphs=_graphs(config, accelerator, model, pad, splits.train),
     )
+
+
+def _load_rows(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> tuple[Any, Splits]:
+    """Return the tokenizer, and the rows, tokenised; they fit the model. Collective."""
+    folder = load.resolve(config.model_name_or_path)
+    tokenizer = load.load_tokenizer(folder)
+    base = load.load_model_config(folder)
+    load.check_trainable(base)
+    load.check_max_seq_length(config.max_seq_length, load.position_limit(base, tokenizer))
+    watch.stage("data")
+    with watch.first(accelerator.is_local_main_process):  # it tokenises, others find its cache
+        splits = load_splits(config, tokenizer, load.labels_of(base))
+    refuse_other_rows(watch.all_gather({n: s.fingerprint() for n, s in splits.given.items()}))
+    stores = [split.store for split in splits.given.values()]
+    load.check_tokens(max(tokenizer.pad_token_id, *(s.greatest_id for s in stores)), base)
+    names, best = splits.label_names, config.best_label
+    _warn_of_other_labels(config, names, load.labels_of(base))
+    present = [names[number] for number in splits.validation.label_ids()] if best else []
+    if best not in (None, *present):
+        raise ConfigError(
+            f"metric_for_best_model={config.best_metric}: no validation row has that label."
+            f"{nearest(str(best), present)} Allowed: {listed(present, 20)}"
+        )
+    splits.train.class_weights = class_weights(config.class_weights, splits.train, names)
+    if config.oversampling == "balanced":
+        splits.train.oversample()
+    return tokenizer, splits
 
 
 def _graphs(
