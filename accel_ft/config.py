@@ -455,10 +455,10 @@ class TrainConfig(HubConfig, DataConfig):
             yield self._fault(
                 "is not UTF-8: no checkpoint could be saved there. Fix: another name", "output_dir"
             )
-        place = Path(self.resume_from_checkpoint or "latest")
-        if self.resume_from_checkpoint not in (None, "latest") and not place.is_dir():
-            there = [path.name for path in place.parent.glob("*")] + ["latest"]
-            words = f"there is no such folder.{nearest(place.name, there)} Allowed: latest|FOLDER"
+        path = Path(self.resume_from_checkpoint or "latest")
+        if self.resume_from_checkpoint not in (None, "latest") and not path.is_dir():
+            there = [other.name for other in path.parent.glob("*")] + ["latest"]
+            words = f"there is no such folder.{nearest(path.name, there)} Allowed: latest|FOLDER"
             yield self._fault(words, "resume_from_checkpoint")
         yield from self._either("freeze", "lora_r")
         if "none" in self.report_to and len(self.report_to) > 1:

@@ -123,8 +123,8 @@ class _Search:
         import optuna
         from optuna.storages.journal import JournalFileBackend, JournalStorage
 
-        place, job, state = self.config.output_dir, self.job, optuna.trial.TrialState
-        journal = place / "study.log"
+        folder, job, state = self.config.output_dir, self.job, optuna.trial.TrialState
+        journal = folder / "study.log"
         written = journal.read_bytes() if journal.exists() else b""
         write_whole(journal, written[: written.rfind(b"\n") + 1])  # a full disk cuts a line
         # The folder's lock has one process write to it; Optuna's own lock would outlive a kill.
@@ -157,16 +157,16 @@ class _Search:
             raise KeyboardInterrupt
         if not study.get_trials(states=(state.COMPLETE,)):
             raise ConfigError(
-                f"{place}: no trial came to its end, {len(self.failures)} failed"
+                f"{folder}: no trial came to its end, {len(self.failures)} failed"
                 + "".join(f": {why}" for why in self.failures[-1:])
                 + " (each trial's log says more). Fix: the job, or the space"
             )
-        best, params = place / "best.yaml", study.best_params
-        found = self.settings | params | {"output_dir": str(place / "best")}
+        best, params = folder / "best.yaml", study.best_params
+        found = self.settings | params | {"output_dir": str(folder / "best")}
         write_whole(best, yaml.safe_dump(found, sort_keys=False, allow_unicode=True))
         print(
             f"best {job.best_metric} {study.best_value:.4f} with {params}, in "
-            f"{place / _folder(study.best_trial)}\njob: {best}"
+            f"{folder / _folder(study.best_trial)}\njob: {best}"
         )
 
     def _check_same(self, study: Any) -> None:

@@ -170,7 +170,7 @@ def _write_card_and_report(
     told = config.without_this_start().model_dump(mode="json", exclude_defaults=True)
     for key in ("max_seq_length", "model_name_or_path", "output_dir"):
         told[key] = str(getattr(config, key))
-    place = config.output_dir / "report.html"
+    path = config.output_dir / "report.html"
     try:
         if "html" in config.report_to:
             try:
@@ -179,11 +179,11 @@ def _write_card_and_report(
                 raise
             except Exception as error:  # the model is there, and more worth than its picture
                 logger.warning("the report could not be written: %s", str(error) or repr(error))
-        place = config.output_dir / "model" / "README.md"  # the last thing: it says all is there
-        write_whole(place, model_card(label_names, told, *results(events)))
+        path = config.output_dir / "model" / "README.md"  # the last thing: it says all is there
+        write_whole(path, model_card(label_names, told, *results(events)))
     except OSError as error:
         raise CheckpointError(
-            f"{place}: cannot be written ({error.strerror or error}); the model is there. Fix: "
+            f"{path}: cannot be written ({error.strerror or error}); the model is there. Fix: "
             "room on its disk (or --report_to none), then the same command with "
             "--resume_from_checkpoint latest"
         ) from error
@@ -220,7 +220,7 @@ def _say_farewell(config: TrainConfig, events: list[dict[str, Any]]) -> None:
         if event["event"] == "test":
             print(f"{metric} on the test rows: {shown(event[f'test_{metric}'])}")
     model, report = config.output_dir / "model", config.output_dir / "report.html"
-    place = quote(str(model))
+    quoted = quote(str(model))
     print(f"model: {model}")
     if report.exists():
         print(f"report: {report}")
@@ -228,7 +228,7 @@ def _say_farewell(config: TrainConfig, events: list[dict[str, Any]]) -> None:
     python = "python"
     if Path(which(python) or "").parent != Path(sys.executable).parent:  # no active environment
         python = quote(min(sys.executable, os.path.relpath(sys.executable), key=len))
-    print(f'predict: {python} -m accel_ft.predict --checkpoint {place} --text "..."{pair}')
+    print(f'predict: {python} -m accel_ft.predict --checkpoint {quoted} --text "..."{pair}')
 
 
 def _compare(first: Path, again: Path) -> None:

@@ -43,19 +43,19 @@ def resolve(name: str, key: str = "model_name_or_path") -> str:
             hash.
     """
     if not name.startswith(PACKAGE):
-        place = Path(name)
-        if place.is_dir():
-            if not (place / "config.json").exists():
-                of_run = (place / "model" / "config.json").is_file()
-                fix = str(place / "model") if of_run else "the folder of a whole model"
+        folder = Path(name)
+        if folder.is_dir():
+            if not (folder / "config.json").exists():
+                of_run = (folder / "model" / "config.json").is_file()
+                fix = str(folder / "model") if of_run else "the folder of a whole model"
                 fix += ", of a run, or of a checkpoint (step_...)" * (key == "checkpoint")
                 raise ConfigError(f"{key}={name}: holds no model (no config.json). Fix: {fix}")
             return name
-        if place.is_file():
-            raise ConfigError(f"{key}={name}: is a file. Fix: its folder, {place.parent}")
-        siblings = [str(p) for p in place.parent.iterdir()] if place.parent.is_dir() else []
+        if folder.is_file():
+            raise ConfigError(f"{key}={name}: is a file. Fix: its folder, {folder.parent}")
+        siblings = [str(p) for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
         # `runs/quikstart` could be a Hub id; beside other runs it is a slip of the pen.
-        meant_local = key == "checkpoint" and place.parent.name and siblings
+        meant_local = key == "checkpoint" and folder.parent.name and siblings
         if meant_local or not HUB_ID.fullmatch(name):
             raise ConfigError(f"{key}={name}: there is no such folder.{nearest(name, siblings)}")
         return name

@@ -61,8 +61,8 @@ def read_request() -> Request:
     args = launch_command_parser().parse_args(words)
     has_default = os.path.isfile(default_config_file) and not args.cpu  # as the launcher takes it
     file = args.config_file or (default_config_file if has_default else None)
-    place = Path(folder, Path(file).expanduser()) if file else None
-    yaml: Any = load_config_from_file(str(place)) if place else None
+    path = Path(folder, Path(file).expanduser()) if file else None
+    yaml: Any = load_config_from_file(str(path)) if path else None
     words_say = "FSDP" if args.use_fsdp else "MULTI_GPU" if args.multi_gpu else None
     kind = words_say or (str(yaml.distributed_type.value) if yaml else "NO")
     asked_precision = args.mixed_precision or (yaml and yaml.mixed_precision)
@@ -126,15 +126,15 @@ def find_launcher() -> tuple[list[str], str] | None:
 
 def launcher_words(command: list[str]) -> list[str] | None:
     """Return the words after `accelerate launch` in a process's command line, None in another."""
-    place = 0
+    start = 0
     if command and os.path.basename(command[0]).startswith("python"):
-        place = 1
-        while command[place : place + 1] and command[place].startswith("-"):
-            if command[place] == "-m":
-                place += 1
+        start = 1
+        while command[start : start + 1] and command[start].startswith("-"):
+            if command[start] == "-m":
+                start += 1
                 break
-            place += 2 if command[place] in ("-X", "-W") else 1
-    program, *words = command[place:] or [""]
+            start += 2 if command[start] in ("-X", "-W") else 1
+    program, *words = command[start:] or [""]
     name = os.path.basename(program)
     if name == "accelerate" or program == "accelerate.commands.accelerate_cli":
         return words[1:] if words[:1] == ["launch"] else None
