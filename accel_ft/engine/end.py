@@ -72,17 +72,16 @@ def _predict_validation(run: Run, model_step: int) -> NDArray[np.float32]:
 
 
 def _leave_predictions(run: Run, logits: NDArray[np.float32], model_step: int) -> None:
-    """Measure the final model on the test rows, and write down its predictions of these; where
-    there are none, those of the validation rows. Collective.
+    """Measure the final model on the test rows, and write down its predictions of these and of the
+    validation rows. Collective.
     """
-    name = "validation"
+    found = {"validation": logits}
     if run.test_loader is not None:
-        name = "test"
         run.watch.stage("eval", can_save=True)
-        _, logits = run.measure(name, run.test_loader, model_step)
+        _, found["test"] = run.measure("test", run.test_loader, model_step)
     with state.all_or_none(run.watch, run.output_dir / "predictions"):
         if run.accelerator.is_main_process:
-            write_predictions(run.output_dir, run.config, run.splits, name, logits, run.thresholds)
+            write_predictions(run.output_dir, run.config, run.splits, found, run.thresholds)
 
 
 def _export(run: Run, final: Path) -> None:

@@ -110,30 +110,33 @@ def write_predictions(
     folder: Path,
     config: DataConfig,
     splits: Splits,
-    name: str,
-    logits: NDArray[np.float32],
+    logits: dict[str, NDArray[np.float32]],
     thresholds: NDArray[np.float64] | None,
 ) -> None:
-    """Leave predictions.npz (logits [n, C], labels and rows [n], thresholds where there are any)
-    and mistakes.jsonl, the most confident mistakes (of a regression, the largest errors) with their
-    texts.
+    """Leave predictions.npz (logits [n, C], labels and rows [n] of the last of some splits, those
+    of the others with their name before these; thresholds where there are any) and mistakes.jsonl,
+    the most confident mistakes in the last (of a regression, the largest errors) with their texts.
 
     Args:
-        name: of the split the logits are of.
+        logits: of each split, by its name.
     """
     from accel_ft.metrics import mistakes
 
-    split: Split = getattr(splits, name)
-    source = splits.sources.get(name) or splits.sources["train"]  # that it was cut off
-    places = np.arange(len(split), dtype=np.int64)
-    labels, ids = split.labels(places), split.ids(places)
-    rows = source.row_numbers(ids)
-    wrong, pair = mistakes(logits, labels, splits.label_names, thresholds)
-    worst = np.argsort(-wrong, kind="stable")[: min(MISTAKES, int((wrong > 0).sum()))]
+    *_, last = logits
     arrays: dict[str, Any] = {} if thresholds is None else {"thresholds": thresholds}
+    for name, predicted in logits.items():
+        split: Split = getattr(splits, name)
+        source = splits.sources.get(name) or splits.sources["train"]  # that it was cut off
+        places = np.arange(len(split), dtype=np.int64)
+        labels, ids = split.labels(places), split.ids(places)
+        rows, prefix = source.row_numbers(ids), "" if name == last else f"{name}_"
+        found = {"logits": predicted, "labels": labels, "rows": rows}
+        arrays |= {f"{prefix}{key}": values for key, values in found.items()}
     file = io.BytesIO()
-    np.savez(file, logits=logits, labels=labels, rows=rows, **arrays)
+    np.savez(file, **arrays)
     write_whole(folder / "predictions.npz", file.getbuffer())
+    wrong, pair = mistakes(predicted, labels, splits.label_names, thresholds)
+    worst = np.argsort(-wrong, kind="stable")[: min(MISTAKES, int((wrong > 0).sum()))]
     if not source.is_unchanged():
         logger.warning("%s has changed since it was read: no mistakes.jsonl", source.name)
         return
@@ -143,11 +146,11 @@ def write_predictions(
         {
             "text": texts[int(ids[place])],
             "label": label,
-            "predicted": predicted,
+            "predicted": guess,
             measure: round(float(wrong[place]), 6),
             "row": int(rows[place]),
         }
-        for place, (label, predicted) in zip(worst, map(pair, worst), strict=True)
+        for place, (label, guess) in zip(worst, map(pair, worst), strict=True)
     ]
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     write_whole(folder / "mistakes.jsonl", text)

@@ -56,7 +56,10 @@ def test_the_report(words: list[str], tmp_path: Path, rows_file: Path) -> None:
     }  # fmt: skip
     with np.load(run / "predictions.npz") as saved:
         accuracy = float((saved["logits"].argmax(1) == saved["labels"]).mean())
+        right = saved["validation_logits"].argmax(1) == saved["validation_labels"]
+        assert saved["validation_rows"].tolist() == list(range(len(right)))
     assert accuracy == pytest.approx(events_of(run)[-2]["test_accuracy"])
+    assert float(right.mean()) == pytest.approx(events_of(run)[-1]["eval_accuracy"])
     mistakes = [json.loads(line) for line in (run / "mistakes.jsonl").read_text().splitlines()]
     assert len(mistakes) == round(16 * (1 - accuracy))
     assert all(each["label"] != each["predicted"] for each in mistakes)

@@ -780,7 +780,7 @@ def test_predictions_name_the_rows_of_the_data_set(tmp_path: Path, tokenizer) ->
     splits = load_splits(config, tokenizer)
     logits = np.tile(np.float32([0, 1]), (len(splits.train), 1))
     logits[:, 1] += np.arange(len(logits)) / 100
-    write_predictions(tmp_path, config, splits, "train", logits, None)
+    write_predictions(tmp_path, config, splits, {"train": logits}, None)
     with np.load(tmp_path / "predictions.npz") as saved:
         labels = [splits.label_names[label] for label in saved["labels"]]
         assert labels == [columns["label"][row] for row in saved["rows"]]
