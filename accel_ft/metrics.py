@@ -55,20 +55,30 @@ def softmax(logits: NDArray[Any]) -> NDArray[np.float64]:
     return np.asarray(shifted / shifted.sum(axis=1, keepdims=True))
 
 
-def log_odds(logits: NDArray[Any]) -> NDArray[np.float32]:
-    """Logarithm of p / (1 - p) of the probabilities p of logits [n, C], float32 [n, C]; exact also
-    where p would be 1.
+def log_odds(logits: NDArray[Any]) -> Callable[[int], NDArray[np.float64]]:
+    """Return the function that gives the logarithm of p / (1 - p) of a label's probabilities p,
+    float64 [n], from logits [n, C]; exact also where p would be 1.
     """
-    values = logits.astype(np.float64)
-    best = values.argmax(axis=1)[:, None]
-    values -= np.take_along_axis(values, best, axis=1)
-    powers = np.exp(values)
-    np.put_along_axis(powers, best, 0.0, axis=1)
-    others = powers.sum(axis=1, keepdims=True)  # than the best
-    odds = values - np.log1p(others - powers)
-    with np.errstate(divide="ignore"):  # of one label alone
-        np.put_along_axis(odds, best, -np.log(others), axis=1)
-    return np.asarray(odds, np.float32)
+
+    def summed(logits: NDArray[Any]) -> NDArray[np.float64]:
+        values = logits.astype(np.float64)
+        best = values.argmax(axis=1)[:, None]
+        top = np.take_along_axis(values, best, axis=1)
+        values -= top
+        np.put_along_axis(values, best, -np.inf, axis=1)  # the others are left
+        log_sum = np.logaddexp.reduce(values, axis=1, keepdims=True)
+        return np.hstack([top, np.exp(values).sum(axis=1, keepdims=True), log_sum])
+
+    top, others, log_others = by_blocks(summed, logits).T
+
+    def of_label(label: int) -> NDArray[np.float64]:
+        values = logits[:, label] - top
+        is_best = values == 0
+        return np.where(
+            is_best, -log_others, values - np.log1p(others - np.where(is_best, 0, np.exp(values)))
+        )
+
+    return of_label
 
 
 def cross_entropy(logits: NDArray[Any], labels: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -135,13 +145,14 @@ def roc_auc(logits: NDArray[Any], labels: NDArray[Any]) -> float:
 
     Args: as of `score`.
     """
-    chances = by_blocks(log_odds, logits) if labels.ndim == 1 else logits
+    odds = log_odds(logits) if labels.ndim == 1 else lambda label: logits[:, label]
     areas = []
     for label in range(logits.shape[1]):
         has = labels == label if labels.ndim == 1 else labels[:, label] > 0.5
         count = int(has.sum())
         if 0 < count < len(has):
-            ranked, own = np.sort(chances[:, label]), chances[has, label]
+            chances = odds(label)
+            ranked, own = np.sort(chances), chances[has]
             twice = ranked.searchsorted(own) + ranked.searchsorted(own, "right")  # ties are halves
             areas.append((twice.mean() - count) / 2 / (len(has) - count))
     return float(np.mean(areas)) if areas else 0.5
