@@ -74,9 +74,11 @@ def log_odds(logits: NDArray[Any]) -> Callable[[int], NDArray[np.float64]]:
     def of_label(label: int) -> NDArray[np.float64]:
         values = logits[:, label] - top
         is_best = values == 0
-        return np.where(
-            is_best, -log_others, values - np.log1p(others - np.where(is_best, 0, np.exp(values)))
+        powers = np.where(is_best, 0, np.exp(values))
+        odds: NDArray[np.float64] = np.where(
+            is_best, -log_others, values - np.log1p(others - powers)
         )
+        return odds
 
     return of_label
 

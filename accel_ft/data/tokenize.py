@@ -37,6 +37,7 @@ from accel_ft.runtime.files import sha256
 
 logger = logging.getLogger(__name__)
 
+INPUTS = ("input_ids", "attention_mask", "token_type_ids")  # of a model
 FORGOTTEN_SECONDS = 24 * 3600
 
 STORE_VERSION = 5  # of the layout above; part of the key

@@ -15,15 +15,16 @@ from accel_ft.config import IDENTITY_KEYS, TrainConfig
 from accel_ft.data.loader import Batches, Padding, collate, train_places
 from accel_ft.data.plan import Plan
 from accel_ft.data.splits import Split, Splits, class_weights, load_splits
+from accel_ft.data.tokenize import INPUTS
 from accel_ft.engine.agreement import refuse_other_jobs, refuse_other_rows
 from accel_ft.engine.evaluation import make_eval_loader
 from accel_ft.engine.fitting import DEFAULT_GLOBAL_BATCH_SIZE, fit_micro_batch, longest
 from accel_ft.engine.graphs import Graphs, can_record
 from accel_ft.engine.run import Run
-from accel_ft.engine.step import INPUTS, forward, unreached
+from accel_ft.engine.step import forward, unreached
 from accel_ft.errors import ConfigError, LaunchError, listed, nearest
 from accel_ft.model import load
-from accel_ft.model.embedding import make_sparse, tied_modules
+from accel_ft.model.embedding import make_sparse, why_unshardable
 from accel_ft.model.first_token import unfuse_qkv
 from accel_ft.model.optim import (
     allocate_state,
@@ -238,12 +239,8 @@ def _build_model(
     scheduler = make_scheduler(config, optimizer, num_steps)
     watch.stage("wrap")
     is_fsdp = accelerator.distributed_type == DistributedType.FSDP
-    tied = tied_modules(model)
-    if is_fsdp and accelerator.is_fsdp2 and tied:
-        raise LaunchError(
-            f"FSDP2: accelerate cannot shard {type(model).__name__}, whose word embedding is in "
-            f"several places: {', '.join(tied)}. Fix: DDP"
-        )
+    if is_fsdp and accelerator.is_fsdp2 and (why := why_unshardable(model)):
+        raise LaunchError(f"FSDP2: accelerate cannot shard {type(model).__name__}: {why}. Fix: DDP")
     if is_fsdp:
         unfuse_qkv(model)
     fsdp.configure(accelerator, model)

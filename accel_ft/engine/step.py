@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from accel_ft.data.loader import Batch
-
-INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+from accel_ft.data.tokenize import INPUTS
 
 
 def forward(model: nn.Module, batch: Batch) -> torch.Tensor:

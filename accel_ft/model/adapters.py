@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ from accel_ft.errors import CheckpointError, ConfigError, in_one_line, listed, n
 from accel_ft.model import load
 
 ADAPTER_CONFIG = "adapter_config.json"
-READ_KEYS = ("r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora")
+READ_KEYS = (
+    "r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora",
+    "target_parameters", "rank_pattern", "alpha_pattern",  # which peft gives to layers of experts
+)  # fmt: skip
 
 
 def choose_trained(model: Any, config: TrainConfig, new_parameters: Sequence[str] = ()) -> Any:
@@ -41,24 +45,14 @@ def choose_trained(model: Any, config: TrainConfig, new_parameters: Sequence[str
         model.base_model.requires_grad_(False)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(parameter.requires_grad or name in new_parameters)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ConfigError(
+                f"freeze=encoder: {type(model).__name__} has its head in its encoder, and nothing "
+                "else to train. Fix: --freeze none"
+            )
     if config.lora_r is not None:
         heads = {name.rpartition(".")[0] for name in new_parameters if not _is_head(name)}
-        linear = [
-            name
-            for name, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear | Conv1D)
-            and not _is_head(name)
-            and not any(f"{name}.".startswith(f"{head}.") for head in heads)
-        ]
-        targets = list(config.lora_target_modules) or linear
-        every = [name for name, _ in model.named_modules()]
-        for target in targets:  # peft heeds the ends of names, and is content if one is there
-            if not any(f".{name}".endswith(f".{target}") for name in every):
-                ends = sorted({name.rpartition(".")[2] for name in linear})
-                raise ConfigError(
-                    f"lora_target_modules={target}: no layer's name ends so."
-                    f"{nearest(target, ends)} Linear layers: {', '.join(ends)}"
-                )
+        targets = _lora_targets(model, config.lora_target_modules, heads)
         own = ",".join(config.lora_target_modules)
         key = f"lora_target_modules={own}" if own else f"lora_r={config.lora_r}"
         model = _with_adapters(
@@ -73,6 +67,43 @@ def choose_trained(model: Any, config: TrainConfig, new_parameters: Sequence[str
         )
         _keep_the_trained_alone(model)
     return model
+
+
+def _lora_targets(model: Any, wanted: Sequence[str], heads: set[str]) -> list[str]:
+    """Return the names, or their ends, of the layers that get adapters.
+
+    Args:
+        wanted: by the user; else all linear layers but those of the head.
+        heads: names of the modules that are trained whole.
+    """
+    holders = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    shared = [  # each would get adapters of its own, and all be added to the one weight
+        name
+        for name, module in model.named_modules()
+        if holders[id(getattr(module, "weight", None))] > 1
+    ]
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear | Conv1D)
+        and "Router" not in type(module).__name__  # which may return more than a tensor
+        and name not in shared
+        and not _is_head(name)
+        and not any(f"{name}.".startswith(f"{head}.") for head in heads)
+    ]
+    every = [name for name, _ in model.named_modules()]
+    ends = sorted({name.rpartition(".")[2] for name in linear})
+    for target in wanted:  # peft heeds the ends of names, and is content if one is there
+        meant = [name for name in every if f".{name}".endswith(f".{target}")]
+        why = "" if meant else "no layer's name ends so"
+        if several := [name for name in meant if name in shared]:
+            why = f"{several[0]} has its weight in common with another"
+        if why:
+            raise ConfigError(
+                f"lora_target_modules={target}: {why}.{nearest(target, ends)} "
+                f"Linear layers: {', '.join(ends)}"
+            )
+    return list(wanted) or linear
 
 
 def _is_head(name: str) -> bool:

@@ -29,6 +29,17 @@ def tied_modules(model: nn.Module) -> list[str]:
     return holders if len(holders) > 1 else []
 
 
+def why_unshardable(model: Any) -> str | None:
+    """Return why accelerate's FSDP2 cannot shard a plain model; None where it can."""
+    if tied := tied_modules(model):
+        return f"its word embedding is in several places, {', '.join(tied)}"
+    if not isinstance(word_embedding(model), nn.Module):
+        return "it does not say which module its tokens go in by"
+    if model.config.model_type == "squeezebert":
+        return "it passes over its layers' hooks"
+    return None
+
+
 def make_sparse(model: nn.Module) -> None:
     """Let a model's word embedding give a sparse gradient. To be called before DDP wraps it.
 

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from accel_ft.data.tokenize import has_types_of_single_texts, keep_no_truncation
-from accel_ft.errors import CheckpointError, ConfigError, nearest
+from accel_ft.data.tokenize import INPUTS, has_types_of_single_texts, keep_no_truncation
+from accel_ft.errors import CheckpointError, ConfigError, in_one_line, listed, nearest
 from accel_ft.model.embedding import word_embedding
 from accel_ft.runtime.files import sha256
 from accel_ft.runtime.hub import HUB_ID, fetching
@@ -27,6 +27,7 @@ UNLIMITED = 10**6  # tokenizers without a limit say 10^30
 ROBERTAS = {
     "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "xmod",
     "mpnet", "longformer", "data2vec-text", "ibert", "luke", "mluke", "lilt", "esm", "markuplm",
+    "layoutlmv3",
 }  # fmt: skip
 
 
@@ -119,6 +120,18 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
                 "Fix: pip install sentencepiece protobuf"
             ) from error
         raise
+    try:
+        encoded = tokenizer("a")
+        tokenizer.num_special_tokens_to_add(pair=False)
+    except (AssertionError, TypeError, ValueError) as error:  # it wants boxes, or tables
+        raise ConfigError(
+            f"{key}={folder}: its tokenizer takes no plain text: {in_one_line(error)}"
+        ) from error
+    if strange := sorted(set(encoded) - set(INPUTS)):
+        raise ConfigError(
+            f"{key}={folder}: its model takes {listed(strange, 5)} of each text too, which "
+            "accel_ft does not pass on. Fix: a model of another kind"
+        )
     keep_no_truncation(tokenizer)
     if len(tokenizer) <= len(set(tokenizer.all_special_tokens)) + 2:  # DeBERTa has two of its own
         raise ConfigError(
@@ -126,12 +139,20 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
             "Fix: put tokenizer.json (or vocab.txt) beside config.json"
         )
     if tokenizer.pad_token_id is None:  # decoders have none, and go by the last token that is none
-        last = tokenizer("a")["input_ids"][-1:]
-        names = (tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token)
-        free = [n for n in names if n is not None and [tokenizer.convert_tokens_to_ids(n)] != last]
+        ids, names = encoded["input_ids"], (tokenizer.eos_token, tokenizer.bos_token)
+        known = {
+            name: tokenizer.convert_tokens_to_ids(name)
+            for name in (*names, tokenizer.unk_token)
+            if name is not None
+        }
+        free = [name for name in known if known[name] not in ids]  # a pad token's embedding stays
+        free += [name for name in known if [known[name]] != ids[-1:]]
         tokenizer.pad_token = tokenizer.eos_token and next(iter(free), tokenizer.eos_token)
     if tokenizer.pad_token_id is None:
-        raise ConfigError(f"{key}={folder}: its tokenizer has neither a pad nor an end token")
+        raise ConfigError(
+            f"{key}={folder}: its tokenizer has neither a pad nor an end token. "
+            "Fix: give it a pad_token, and save it beside config.json"
+        )
     config = load_model_config(folder, key)
     # XLNet's head reads the last place. Learned positions (GPT-2's) would count padding before it.
     tokenizer.padding_side = "left" if config.model_type == "xlnet" else "right"
@@ -217,6 +238,7 @@ def position_limit(config: Any, tokenizer: Any) -> int | None:
     RoBERTa's kind counts positions from behind the pad token's number.
     """
     positions = getattr(config, "max_position_embeddings", None)
+    positions = positions or getattr(config, "max_seq_len", None)  # MPT's
     if isinstance(positions, int) and config.model_type in ROBERTAS:
         positions -= (1 if config.pad_token_id is None else config.pad_token_id) + 1
     limits = (positions, tokenizer.model_max_length)
@@ -372,6 +394,9 @@ def _load(key: str, folder: str, **kwargs: Any) -> tuple[Any, list[str]]:
     model, info = _from_pretrained(
         key, folder, load, dtype=torch.float32, output_loading_info=True, **kwargs
     )
+    for parameter in model.parameters():  # cut from one of the file's, accelerate takes it for tied
+        if parameter.untyped_storage().nbytes() != parameter.nbytes:
+            parameter.data = parameter.data.clone()
     return model, sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
 
 

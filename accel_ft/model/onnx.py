@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from accel_ft.data.tokenize import INPUTS
 from accel_ft.errors import UserError, first_line
 
 FILE = "model.onnx"
@@ -41,14 +42,13 @@ def write_onnx(model: Any, tokenizer: Any, folder: Path) -> float:
         The largest difference of a logit between onnxruntime and PyTorch.
 
     Raises:
-        UserError: the difference is too large, or torch cannot write this kind of model.
+        UserError: the difference is too large, or this kind of model cannot be written, or run.
     """
     import onnxruntime
 
-    known = ("input_ids", "attention_mask", "token_type_ids")
-    names = [name for name in known if name in tokenizer.model_input_names]
-    wrapped, batch = _Logits(model, names).eval(), torch.export.Dim("batch")
-    shapes = tuple({0: batch, 1: torch.export.Dim.DYNAMIC} for _ in names)
+    names = [name for name in INPUTS if name in tokenizer.model_input_names]
+    wrapped, rows = _Logits(model, names).eval(), torch.export.Dim("batch")
+    shapes = tuple({0: rows, 1: torch.export.Dim.DYNAMIC} for _ in names)
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # of what else is not installed
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own
@@ -69,13 +69,21 @@ def write_onnx(model: Any, tokenizer: Any, folder: Path) -> float:
                 f"torch cannot write {type(model).__name__} as ONNX: "
                 f"{first_line(error.__cause__ or error)}"
             ) from error
-    session = onnxruntime.InferenceSession(str(folder / FILE), providers=["CPUExecutionProvider"])
+    batches = [_encoded(tokenizer, texts, names) for texts in TEXTS]
+    try:
+        session = onnxruntime.InferenceSession(folder / FILE, providers=["CPUExecutionProvider"])
+        found = [
+            session.run(["logits"], {name: tensor.numpy() for name, tensor in batch.items()})[0]
+            for batch in batches
+        ]
+    except Exception as error:  # onnxruntime's have no class in common
+        raise UserError(
+            f"onnxruntime cannot run {type(model).__name__}: {first_line(error)}"
+        ) from error
     worst = 0.0
-    for texts in TEXTS:
-        inputs = _encoded(tokenizer, texts, names)
+    for batch, theirs in zip(batches, found, strict=True):
         with torch.no_grad():
-            ours = wrapped(*inputs.values()).numpy()
-        (theirs,) = session.run(["logits"], {name: t.numpy() for name, t in inputs.items()})
+            ours = wrapped(*batch.values()).numpy()
         worst = float(np.maximum(worst, np.abs(ours - theirs).max()))  # NaN, where there is one
     if not worst <= TOLERANCE:
         raise UserError(f"{folder / FILE}: its logits differ by {worst:.1e} from the model's")

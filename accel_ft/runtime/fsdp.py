@@ -87,8 +87,10 @@ def layer_classes(model: nn.Module) -> list[str]:
     inside: set[nn.Module] = set()
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and module not in inside and len(module) > 0:
-            inside |= set(module.modules())
             names = {type(layer).__name__ for layer in module}
+            if "ModuleList" in names:  # Funnel's layers stand in lists of lists
+                continue
+            inside |= set(module.modules())
             if len(names) == 1:
                 (name,) = names
                 size = sum(parameter.numel() for parameter in module.parameters())

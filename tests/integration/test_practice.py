@@ -737,6 +737,9 @@ def test_onnx_of_other_kinds(
         patch.setattr("onnxruntime.InferenceSession.run", lambda *_: nothing)
         with pytest.raises(UserError, match="its logits differ by nan from the model's"):
             write_onnx(model, tokenizer, tmp_path)
+        patch.setattr("onnxruntime.InferenceSession.run", lambda *_: 1 / 0)
+        with pytest.raises(UserError, match="onnxruntime cannot run Bart.*: division by zero"):
+            write_onnx(model, tokenizer, tmp_path)
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no such operator\nfile an issue")

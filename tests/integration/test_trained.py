@@ -169,7 +169,10 @@ def architectures() -> dict[str, Any]:
         GPT2Config,
         ModernBertConfig,
         MraConfig,
+        PhimoeConfig,
+        Qwen3NextConfig,
         RobertaConfig,
+        Zamba2Config,
     )  # fmt: skip
 
     small = {"vocab_size": 60, "pad_token_id": 0}
@@ -184,6 +187,8 @@ def architectures() -> dict[str, Any]:
         for part in ("encoder", "decoder")
         for size, number in {"layers": 1, "attention_heads": 2, "ffn_dim": 32}.items()
     }
+    of_experts = {"num_key_value_heads": 2, "num_experts": 2, "num_experts_per_tok": 1}
+    of_experts |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
     return {
         "bert": BertConfig(**small, **sizes),
         "roberta": RobertaConfig(**small, **sizes),
@@ -193,7 +198,20 @@ def architectures() -> dict[str, Any]:
         "distilbert": DistilBertConfig(**small, dim=16, hidden_dim=32, n_layers=2, n_heads=2),
         "gpt2": GPT2Config(**small, n_embd=16, n_layer=2, n_head=2),
         "bart": BartConfig(**small, **of_bart),  # its word embedding goes by three names
-    }
+        # Experts, of which peft adapts the parameters; a router that is a linear layer.
+        "qwen3_next": Qwen3NextConfig(
+            **small, **sizes, **of_experts, linear_key_head_dim=8, linear_value_head_dim=8,
+            linear_num_key_heads=2, linear_num_value_heads=2, layer_types=["full_attention"] * 2,
+        ),
+        "phimoe": PhimoeConfig(**small, **sizes, **of_experts, num_local_experts=2),
+        # Its linear layers hold one weight in several places.
+        "zamba2": Zamba2Config(
+            **small, **sizes | {"num_hidden_layers": 4}, use_mem_rope=False, num_mem_blocks=1,
+            layers_block_type=["mamba", "hybrid"] * 2, mamba_headdim=8, n_mamba_heads=4,
+            mamba_ngroups=1, mamba_d_state=8, chunk_size=8, adapter_rank=4, mamba_expand=2,
+            attention_head_dim=16, attention_hidden_size=32,
+        ),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["FNet", "ConvBert", "Nystromformer", "Canine", "Bert"])
@@ -216,7 +234,10 @@ def test_a_model_that_reads_padding_is_told(
     assert (told in caplog.text) == (kind != "Bert")
 
 
-KINDS = ["bert", "roberta", "deberta", "modernbert", "mra", "distilbert", "gpt2", "bart"]
+KINDS = [
+    "bert", "roberta", "deberta", "modernbert", "mra", "distilbert", "gpt2", "bart", "qwen3_next",
+    "phimoe", "zamba2",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("targets", [(), "first"])

@@ -1,6 +1,7 @@
 """The layers FSDP wraps, worked out from the model."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from accel_ft.errors import LaunchError
+from accel_ft.model.embedding import why_unshardable
 from accel_ft.runtime.fsdp import configure, layer_classes, leave_embedding_sharded
 
 SMALL = {
@@ -32,6 +34,8 @@ MODELS = {
     "modernbert": (SMALL | TOKENS | {"cls_token_id": 1, "sep_token_id": 2}, "ModernBertEncoderLayer"),
     "gpt2": (TOKENS | {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 2}, "GPT2Block"),
     "llama": (SMALL | TOKENS, "LlamaDecoderLayer"),
+    # In lists of lists.
+    "funnel": ({"vocab_size": 100, "block_sizes": [1, 1], "d_model": 32, "n_head": 2, "d_head": 16, "d_inner": 64}, "FunnelLayer"),
     "qwen2": (SMALL | TOKENS | {"num_key_value_heads": 2}, "Qwen2DecoderLayer"),
 }  # fmt: skip
 
@@ -44,6 +48,20 @@ def test_layers_of_the_usual_models(kind: str) -> None:
             AutoConfig.for_model(kind, **settings)
         )
     assert layer_classes(model) == [layer]
+
+
+def test_models_that_cannot_be_sharded() -> None:
+    def made(kind: str, **settings: Any) -> Any:
+        with torch.device("meta"):
+            return AutoModelForSequenceClassification.from_config(
+                AutoConfig.for_model(kind, **settings)
+            )
+
+    assert why_unshardable(made("bert", **SMALL)) is None
+    squeezed = made("squeezebert", **SMALL, embedding_size=32)
+    assert why_unshardable(squeezed) == "it passes over its layers' hooks"
+    without = made("canine", **{k: v for k, v in SMALL.items() if k != "vocab_size"})
+    assert why_unshardable(without) == "it does not say which module its tokens go in by"
 
 
 @pytest.mark.parametrize("version", [1, 2])

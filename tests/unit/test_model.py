@@ -159,6 +159,12 @@ def test_positions_behind_the_pad_token() -> None:
     assert position_limit(BertConfig(max_position_embeddings=514), unlimited) == 514
 
 
+def test_positions_by_another_name() -> None:
+    from transformers import MptConfig
+
+    assert position_limit(MptConfig(max_seq_len=64), SimpleNamespace(model_max_length=512)) == 64
+
+
 def test_a_folder_without_its_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
     """transformers makes one of special tokens alone, and every word unknown."""
     for name in ("config.json", "model.safetensors"):
@@ -304,6 +310,70 @@ def test_a_tokenizer_that_cannot_pad(tiny_model: Path, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="has neither a pad nor an end token"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("encoded", "words"),
+    [
+        ({"input_ids": [3], "bbox": [[0, 0]]}, "its model takes bbox of each text too"),
+        (ValueError("give it\nboxes"), "its tokenizer takes no plain text: give it boxes"),
+    ],
+)
+def test_a_tokenizer_of_more_than_texts(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, encoded: Any, words: str
+) -> None:
+    def encode(*_: Any, **__: Any) -> Any:
+        if isinstance(encoded, Exception):
+            raise encoded
+        return encoded
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.__call__", encode)
+    with pytest.raises(ConfigError, match=words):
+        load_tokenizer(str(tiny_model))
+
+
+@pytest.mark.parametrize(
+    ("template", "pad"),
+    [("$A", "</s>"), ("<s> $A", "</s>"), ("<s> $A </s>", "<unk>"), ("$A </s>", "<s>")],
+)
+def test_the_pad_token_of_a_decoder_stands_in_no_text(
+    tmp_path: Path, template: str, pad: str
+) -> None:
+    """The embedding of a pad token gets no gradient: that of each text's first would stay as it is."""
+    from tokenizers import Tokenizer, models, processors
+    from transformers import GPT2Config, PreTrainedTokenizerFast
+
+    names = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    backend = Tokenizer(models.WordLevel(names | {"a": 3, "b": 4, "c": 5}, unk_token="<unk>"))
+    backend.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=list(names.items())
+    )
+    own = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **own).save_pretrained(tmp_path)
+    GPT2Config().save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).pad_token == pad
+
+
+def test_weights_that_are_parts_of_one_have_memory_of_their_own(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers cuts them so (Nomic's query, key and value); accelerate saves one of each memory."""
+    from transformers import BertForSequenceClassification
+
+    whole = BertForSequenceClassification.from_pretrained
+
+    def in_parts(*args: Any, **kwargs: Any) -> Any:
+        model, info = whole(*args, **kwargs)
+        attention = model.bert.encoder.layer[0].attention.self
+        joined = torch.cat([attention.query.weight, attention.key.weight]).detach()
+        attention.query.weight.data, attention.key.weight.data = joined.chunk(2)
+        return model, info
+
+    monkeypatch.setattr(BertForSequenceClassification, "from_pretrained", in_parts)
+    config = load_model_config(str(tiny_model), num_labels=3)
+    model, _ = load_for_training(str(tiny_model), config, torch.device("cpu"))
+    memory = [parameter.untyped_storage().data_ptr() for parameter in model.parameters()]
+    assert len(set(memory)) == len(memory)
 
 
 def test_the_side_of_padding_is_the_models(tiny_model: Path, tmp_path: Path) -> None:
