@@ -26,6 +26,6 @@ docs:
 curves:
 	$(PYTHON) examples/benchmarks/curves.py $(if $(ROWS),--train_file $(ROWS))
 
-# Everything that can happen to a run, done to it; about an hour on two cores. Root, for the small disks.
+# Everything that can happen to a run, done to it; about half an hour on two cores. Root, for the small disks.
 faults:
 	$(PYTHON) tests/faults/campaign.py --full

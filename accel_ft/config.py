@@ -53,6 +53,7 @@ IDENTITY_KEYS = {
 }  # fmt: skip
 # Of a run, what a resume compares.
 COMPARED = IDENTITY_KEYS | {"labels", "train_data", "pretrained", "mixed_precision"}
+FIXED = {"freeze", "lora_r", "lora_target_modules"}  # of these, what no allow_changed lets differ
 CLASS_METRIC = re.compile(r"per_class\.(.+)\.(precision|recall|f1)")
 
 
@@ -137,7 +138,9 @@ class Config(BaseModel):
 
     def _fault(self, words: str, *keys: str) -> Fault:
         """A fault of `keys`, told with the value of the first one."""
-        return keys, f"{keys[0]}={getattr(self, keys[0])}: {words}"
+        value = getattr(self, keys[0])
+        told = ",".join(map(str, value)) if isinstance(value, tuple) else value
+        return keys, f"{keys[0]}={told}: {words}"
 
     def _to_write(self, key: str, *read: Path | None) -> Iterator[Fault]:
         """A file that is to be written: its folder is there, and it is none that is `read`."""
@@ -169,16 +172,18 @@ class DataConfig(Config):
     """Where the rows come from."""
 
     dataset_name: Place | None = None
-    """Data set on the Hub, or a folder `datasets` reads; with no file given: fancyzhx/ag_news."""
+    """Data set on the Hub, or a folder `datasets` reads; left out, with no file either:
+    fancyzhx/ag_news."""
     dataset_config_name: str | None = None
     """Configuration of dataset_name, such as mrpc of nyu-mll/glue."""
     train_split_name: str | None = None
-    """Its split with the training rows; left out: train."""
+    """Split of dataset_name with the training rows; left out: train."""
     validation_split_name: str | None = None
-    """Its split with the validation rows: validation_matched of mnli. Left out: validation;
-    where it has no such split, or another key names it, rows are cut off the training rows."""
+    """Split of dataset_name with the validation rows, such as mnli's validation_matched. Left out:
+    validation; where there is none, or another key names it, rows are cut off the training rows."""
     test_split_name: str | None = None
-    """Its split with the test rows; left out: test, where it has one that no other key names."""
+    """Split of dataset_name with the test rows; left out: test, where there is one that no other
+    key names."""
     train_file: File | None = None
     """Training rows: csv, tsv, json, jsonl or parquet."""
     validation_file: File | None = None
@@ -228,10 +233,11 @@ class DataConfig(Config):
         columns = ("label_column", "text_column", "text_pair_column")
         for one, other in combinations(columns, 2):
             if getattr(self, one) == getattr(self, other):
-                yield self._fault(f"{other} is the same. Fix: another column", one, other)
+                yield self._fault(f"is the column of {other} too. Fix: another column", one, other)
         for key in ("dataset_config_name", *sorted(SPLIT_KEYS)):
             if getattr(self, key) is not None and self.dataset_name is None:
-                yield self._fault("given without dataset_name", key, "dataset_name")
+                words = "given without dataset_name. Fix: add it, or leave this out"
+                yield self._fault(words, key, "dataset_name")
         for split in ("validation", "test"):
             yield from self._either(f"{split}_file", f"{split}_split_name")
         named = [self.train_split_name or "train", self.validation_split_name, self.test_split_name]
@@ -260,7 +266,7 @@ HUB_KEYS = set(HubConfig.model_fields)
 
 
 class TrainConfig(HubConfig, DataConfig):
-    """Keys of `accel_ft.train`, which trains a model; with none set it is the AG News job."""
+    """Train a text classifier. With no key set: AG News with DistilBERT, both from the Hub."""
 
     model_name_or_path: Place = "distilbert/distilbert-base-uncased"
     """Hub id, folder, or package://PYTHON_PACKAGE/PATH for weights an installed package carries
@@ -304,8 +310,8 @@ class TrainConfig(HubConfig, DataConfig):
     label_smoothing_factor: float = Field(0.0, ge=0, lt=1)
     """Share of the target spread evenly over all labels."""
     oversampling: Literal["balanced"] | None = None
-    """balanced: rows of rarer labels come several times in an epoch, so that all labels that the
-    training rows have come equally often."""
+    """balanced: rows of rarer labels come several times in an epoch, so that every label
+    of the training rows comes equally often."""
     freeze: Literal["encoder"] | None = None
     """encoder: train the classifier head alone."""
     lora_r: int | None = Field(None, ge=1)
@@ -333,7 +339,7 @@ class TrainConfig(HubConfig, DataConfig):
     save_steps: int = Field(500, ge=1)
     """Updates between checkpoints; the last update is always saved."""
     save_total_limit: int | None = Field(2, ge=2)
-    """Newest checkpoints kept, at least 2, in case one is damaged; null keeps all."""
+    """Newest checkpoints kept, at least 2, in case one is damaged; none keeps all."""
     load_best_model_at_end: bool = False
     """Save at each best evaluation, never prune that checkpoint, and end with it."""
     metric_for_best_model: str | None = None
@@ -356,7 +362,8 @@ class TrainConfig(HubConfig, DataConfig):
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """When loss or gradients are not finite: stop; skip the update; or rollback: load the last
     checkpoint and leave that batch out (at a second one in a row an earlier checkpoint, and the
-    update before is left out, too). An overflow of fp16 is none: it is skipped with a warning."""
+    update before is left out, too). Overflows of fp16 do not
+    count: such an update is left out, with a warning, whatever is set here."""
     ddp_timeout: int = Field(300, ge=5)
     """Seconds to wait for a rank before it counts as lost. There is no limit while rank 0
     tokenises or saves; under FSDP, where each rank writes its share, a save may take half a minute
@@ -444,11 +451,11 @@ class TrainConfig(HubConfig, DataConfig):
             if getattr(self, key) and self.problem_type != "single_label_classification":
                 words = f"is for single_label_classification only, not {self.problem_type}"
                 yield self._fault(words, key, "problem_type")
-        for name in sorted(set(self.allow_changed) - COMPARED):
-            told = (
-                f"allow_changed={name}: nothing of that name is compared.{nearest(name, COMPARED)}"
-            )
-            yield ("allow_changed",), f"{told} Allowed: {', '.join(sorted(COMPARED))}"
+        may_differ = sorted(COMPARED - FIXED)
+        for name in sorted(set(self.allow_changed) - set(may_differ)):
+            near = nearest(name, may_differ)
+            told = f"allow_changed={name}: nothing of that name may differ.{near}"
+            yield ("allow_changed",), f"{told} Allowed: {', '.join(may_differ)}"
         if self.output_dir.is_file():
             yield self._fault("is a file. Fix: another name", "output_dir")
         if re.search("[\ud800-\udfff]", str(self.output_dir)):
@@ -474,7 +481,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # `json` is also a method, a leftover of pydantic 1
 
     class DoctorConfig(TrainConfig):
-        """Keys of `accel_ft.doctor`, which checks a set-up: those of the job, and `json`."""
+        """Check a set-up before training; with neither rows nor model named, on small ones."""
 
         json: File | None = None  # type: ignore[assignment]
         """Write the findings to this JSON file."""
@@ -486,10 +493,11 @@ with warnings.catch_warnings():
 
 
 class EvaluateConfig(DataConfig):
-    """Keys of `accel_ft.evaluate`, which measures a model on rows; left out, they are its run's."""
+    """Measure a model on rows. Keys that are left out are those of the checkpoint's run."""
 
     checkpoint: Place
-    """A run's folder, a checkpoint, or any Hugging Face folder, Hub id or package:// model."""
+    """A run's folder, a checkpoint of any strategy, or a text classifier of Hugging Face: folder,
+    Hub id or package://."""
     split: Literal["test", "validation"] | None = None
     """Which rows; left out: the test rows where there are any, else the validation rows."""
     output: File | None = None
@@ -506,10 +514,11 @@ class EvaluateConfig(DataConfig):
 
 
 class ExportConfig(HubConfig):
-    """Keys of `accel_ft.export`, which writes a checkpoint as a Hugging Face folder, or ONNX."""
+    """Write a checkpoint as a Hugging Face folder, with ONNX if asked for."""
 
     checkpoint: Place
-    """A run's folder or a published checkpoint of any strategy."""
+    """A run's folder, a checkpoint of any strategy, or a text classifier of Hugging Face: folder,
+    Hub id or package://."""
     output: File
     """Folder to write, new or empty."""
     format: Literal["transformers", "onnx"] = "transformers"
@@ -524,7 +533,7 @@ class ExportConfig(HubConfig):
 
 
 class SearchConfig(Config):
-    """Keys of `accel_ft.search`, which varies keys of a job over many trials of it."""
+    """Vary keys of a job over many trials of it, and keep the best."""
 
     job: Existing
     """YAML of the job, as `accel_ft.train --config` takes it."""
@@ -537,14 +546,15 @@ class SearchConfig(Config):
     num_trials: int = Field(20, ge=1)
     """Trials in all, those of earlier starts of the same study included, unless they failed."""
     parallel_trials: int = Field(1, ge=1)
-    """Trials at the same time; each has GPUs of its own, as far as they go round."""
+    """Trials at the same time; GPUs are shared out among them."""
 
 
 class PredictConfig(Config):
-    """Keys of `accel_ft.predict`, which labels texts, one JSON line for each."""
+    """Label texts: one JSON line for each."""
 
     checkpoint: Place
-    """A run's folder, a checkpoint, or any Hugging Face folder, Hub id or package:// model."""
+    """A run's folder, a checkpoint of any strategy, or a text classifier of Hugging Face: folder,
+    Hub id or package://."""
     input: Place | None = None
     """File to label (csv, tsv, json, jsonl, parquet, or plain lines), or - for standard input."""
     input_format: Literal["auto", "csv", "tsv", "json", "jsonl", "parquet", "lines"] = "auto"
@@ -553,7 +563,7 @@ class PredictConfig(Config):
     text: str | None = None
     """One text to label, in place of input; --text=... where it begins with a dash."""
     text_pair: str | None = None
-    """The second text of the pair, with text."""
+    """Second text of a pair, given with text."""
     output: Place = "-"
     """File for the JSON lines, or - for standard output."""
     text_column: str = "text"

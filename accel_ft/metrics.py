@@ -64,9 +64,10 @@ def log_odds(logits: NDArray[Any]) -> Callable[[int], NDArray[np.float64]]:
         values = logits.astype(np.float64)
         best = values.argmax(axis=1)[:, None]
         top = np.take_along_axis(values, best, axis=1)
-        values -= top
-        np.put_along_axis(values, best, -np.inf, axis=1)  # the others are left
-        log_sum = np.logaddexp.reduce(values, axis=1, keepdims=True)
+        with np.errstate(invalid="ignore"):  # of rows that are not finite
+            values -= top
+            np.put_along_axis(values, best, -np.inf, axis=1)  # the others are left
+            log_sum = np.logaddexp.reduce(values, axis=1, keepdims=True)
         return np.hstack([top, np.exp(values).sum(axis=1, keepdims=True), log_sum])
 
     top, others, log_others = by_blocks(summed, logits).T

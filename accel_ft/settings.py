@@ -21,8 +21,10 @@ LAUNCH_OPTIONS = (
     "dynamo_backend", "main_process_port", "use_fsdp", "gpu_ids",
 )  # fmt: skip
 KNOWN_ELSEWHERE = dict.fromkeys(LAUNCH_OPTIONS, "It is one of `accelerate launch`, before -m") | {
-    "bf16": "Fix: --mixed_precision bf16 before -m, or accelerate's YAML; for false leave it out",
-    "fp16": "Fix: --mixed_precision fp16 before -m, or accelerate's YAML; for false leave it out",
+    "bf16": "Fix: --mixed_precision bf16 before -m, accelerate's YAML, or in a script "
+    "ACCELERATE_MIXED_PRECISION=bf16; for false leave it out",
+    "fp16": "Fix: --mixed_precision fp16 before -m, accelerate's YAML, or in a script "
+    "ACCELERATE_MIXED_PRECISION=fp16; for false leave it out",
     "torch_compile": "Fix: --dynamo_backend inductor before -m, or accelerate's YAML",
     "eval_strategy": "Fix: eval_steps; left out, it is each epoch",
     "evaluation_strategy": "Fix: eval_steps; left out, it is each epoch",
@@ -43,6 +45,11 @@ KNOWN_ELSEWHERE = dict.fromkeys(LAUNCH_OPTIONS, "It is one of `accelerate launch
     "fsdp": "Fix: accelerate_configs/fsdp2.yaml as accelerate's YAML",
     "deepspeed": "It is not supported. Fix: accelerate_configs/fsdp2.yaml as accelerate's YAML",
     "hub_token": "Fix: `hf auth login`, or HF_TOKEN",
+    "token": "Fix: `hf auth login`, or HF_TOKEN",
+    "cache_dir": "Fix: HF_HOME",
+    "trust_remote_code": "It is always off: no code of a model's is run",
+    "compute_metrics": "It is not supported; predictions.npz has the logits",
+    "model_name_or_path": "Fix: checkpoint",
     "do_regression": "Fix: problem_type: regression",
     "metric_name": "Fix: metric_for_best_model; all metrics are computed",
     "device": "Fix: CUDA_VISIBLE_DEVICES, or accelerate's YAML",
@@ -80,6 +87,7 @@ GROUPS = {  # of --help, by the key that each begins with
     "checkpoint": "what and where",
     "json": "findings",
 }
+NO_FILE = "there is no such file"
 C = TypeVar("C", bound=Config)
 
 
@@ -132,6 +140,10 @@ def meant(key: str, known: Collection[str]) -> str:
     """Return what to say of a key that is not `known`."""
     if key in KNOWN_ELSEWHERE:
         return f" {KNOWN_ELSEWHERE[key]}"
+    from transformers import TrainingArguments  # takes seconds
+
+    if key in TrainingArguments.__dataclass_fields__:
+        return " TrainingArguments has it, accel_ft does not. --help names the keys"
     return nearest(key, known) or " --help names the keys"
 
 
@@ -176,18 +188,7 @@ def checked(
                 found = "no value given" if origin.get(key) == "" else item["msg"]
                 listed.append(f"{key}{where}: {found}. Allowed: {allowed}")
             else:
-                words = {
-                    "path_not_file": "there is no such file",
-                    "literal_error": "is not one of its choices",
-                }.get(item["type"], item["msg"].replace("Input should be", "must be"))
-                is_range = item["type"].startswith(("greater_than", "less_than"))
-                words += "" if is_range else f". Allowed: {allowed}"
-                given = item["input"]
-                is_short = len(str(given)) <= LONGEST and "\n" not in str(given)  # of a table
-                is_short |= isinstance(given, str)
-                found = given if is_short else f"a {type(given).__name__}"
-                words += ". Fix: its to_csv, and that path" * hasattr(given, "to_csv")
-                listed.append(f"{key}={found}{where}: {words}")
+                listed.append(f"{key}={_told(item)}{where}: {_why(item, fields[key])}")
         # For what is wrong between the others; what is missing is a text or an existing file.
         sound = {key: value for key, value in values.items() if key not in faulty}
         required = {key: __file__ for key, field in fields.items() if field.is_required()}
@@ -203,6 +204,31 @@ def checked(
         many = f"{len(listed)} faults in the configuration:\n  " if len(listed) > 1 else ""
         raise ConfigError(many + "\n  ".join(listed))
     return config
+
+
+def _told(item: Any) -> Any:
+    """The value that is wrong, where it is no table."""
+    given = item["input"]
+    is_short = isinstance(given, str) or (len(str(given)) <= LONGEST and "\n" not in str(given))
+    return given if is_short else f"a {type(given).__name__}"
+
+
+def _why(item: Any, field: FieldInfo) -> str:
+    """What is wrong with a value, in better words than pydantic's."""
+    words: str = {
+        "path_type": "is no path",
+        "path_not_file": NO_FILE,
+        "literal_error": "is not one of its choices",
+        "int_parsing": "is no whole number",
+        "int_from_float": "is no whole number",
+        "float_parsing": "is no number",
+    }.get(item["type"], item["msg"].replace("Input should be", "must be"))
+    if item["type"].startswith(("greater_than", "less_than")):
+        return words + ". Fix: leave it out" * (field.default is None)
+    if words == NO_FILE and Path(item["input"]).is_dir():
+        return "is a folder. Fix: a file"
+    words += f". Allowed: {type_name(field.annotation)}"
+    return words + ". Fix: its to_csv, and that file's path" * hasattr(item["input"], "to_csv")
 
 
 def read_settings(path: Path, name: str = "config") -> dict[str, Any]:
@@ -332,7 +358,8 @@ def _from_text(key: str, field: FieldInfo, value: Any) -> Any:
 def _read_yaml(path: Path, name: str = "config") -> Iterator[tuple[str, Any, int]]:
     """Yield key, value, line of a flat YAML mapping; plain data only, no tags."""
     if not path.is_file():
-        raise ConfigError(f"{name}={path}: there is no such file")
+        what = "is a folder. Fix: a YAML file" if path.is_dir() else NO_FILE
+        raise ConfigError(f"{name}={path}: {what}")
     try:
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)

@@ -26,5 +26,7 @@ else:
     opened = open_classifier(run, torch.device("cpu"))
     classifier = pipeline("text-classification", model=opened.model, tokenizer=opened.tokenizer)
 
-for text, prediction in zip(texts, classifier(texts), strict=True):
+# A pipeline does not know at how many tokens the texts were cut.
+predictions = classifier(texts, truncation=True, max_length=128)
+for text, prediction in zip(texts, predictions, strict=True):
     print(f"{prediction['label']:10} {prediction['score']:.3f}  {text}")

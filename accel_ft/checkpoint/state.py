@@ -20,6 +20,7 @@ from accelerate.utils import set_seed
 from torch.distributed.checkpoint.api import CheckpointException
 
 from accel_ft.checkpoint import convert, transaction, trust
+from accel_ft.config import FIXED
 from accel_ft.errors import CheckpointError, in_one_line
 from accel_ft.runtime.watch import Watch
 
@@ -261,7 +262,8 @@ def check_same_run(
     """
     differences = [
         f"{key}: {saved.get(key)!r} in the checkpoint, {value!r} in this job"
-        + " (other parameters, or groups of them: it cannot be allowed)" * (key in allowed)
+        + " (other parameters, or groups of them: this cannot be allowed)"
+        * (not _can_differ(key, saved.get(key), value))
         + f" (`accelerate launch --{key} {saved.get(key)}`)" * (key == "mixed_precision")
         for key, value in identity.items()
         if saved.get(key) != value
@@ -282,7 +284,7 @@ def _can_differ(key: str, saved: Any, wanted: Any) -> bool:
         return len(saved or ()) == len(wanted)
     if key == "layerwise_lr_decay":
         return None not in (saved, wanted)
-    return key not in ("lora_r", "lora_target_modules", "freeze")
+    return key not in FIXED
 
 
 def _told(error: BaseException) -> str:

@@ -221,7 +221,10 @@ def _build_model(
     """
     model, new_parameters = plain_model(config, accelerator.device, splits.label_names, tokenizer)
     if new_parameters:
-        logger.info("initialized anew, unless a checkpoint has them: %s", ", ".join(new_parameters))
+        logger.info(
+            "not in the pretrained model, so drawn at random (a resume loads them): %s",
+            ", ".join(new_parameters),
+        )
     counts = [0, 0]
     for parameter in model.parameters():  # now: of FSDP1's, each rank sees a share only
         counts[parameter.requires_grad] += parameter.numel()

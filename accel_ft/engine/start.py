@@ -49,7 +49,7 @@ def is_finished(run: Run) -> bool:
             chosen["metric"], wanted["metric"],
         )  # fmt: skip
     is_done = chosen["takes_best"] == wanted["takes_best"] and _end_is_whole(run, receipt)
-    anew = "its end is made again: other rows, another choice, or a part of model/ is missing"
+    anew = "its end is made anew: other rows, another choice, or a part of model/ is missing"
     logger.info(
         "%s is finished: %s (%d of %d updates done%s)",
         run.output_dir, "nothing to do" if is_done else anew, step, run.num_steps,

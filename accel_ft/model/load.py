@@ -187,8 +187,10 @@ def load_parts(folder: str) -> tuple[Any, Any, list[str]]:
         take_pad_token(config, tokenizer)
     names = labels_of(config)
     if not names:
-        kinds = config.architectures
-        raise ConfigError(f"checkpoint={folder}: is no sequence classifier but {kinds}")
+        raise ConfigError(
+            f"checkpoint={folder}: is no sequence classifier but {config.architectures}. "
+            "Fix: a run, a checkpoint, or train it first"
+        )
     return config, tokenizer, names
 
 

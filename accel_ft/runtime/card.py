@@ -119,9 +119,9 @@ def require_repo(repo_id: str, private: bool) -> str:
         what, fix = "refuses", "`hf auth login`, or HF_TOKEN"
         # By name: which HTTP library the Hub's uses has changed before.
         if re.search("Connect|Timeout|Offline", type(error).__name__):
-            what, fix = "cannot be reached", "the network, HF_ENDPOINT, HF_HUB_OFFLINE"
+            what, fix = "cannot be reached", "mend the network, HF_ENDPOINT or HF_HUB_OFFLINE"
         raise ConfigError(
-            f"hub_model_id={repo_id}: the Hub {what}: {first_line(error)}. "
+            f"hub_model_id={repo_id}: the Hub {what}: {first_line(error).rstrip('.')}. "
             f"Fix: {fix}; or push_to_hub: false, and `hf upload` later"
         ) from error
 

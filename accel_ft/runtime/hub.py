@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from unittest import mock
 
+from huggingface_hub import constants
+
 from accel_ft.errors import ConfigError, first_line, in_one_line
 
 logger = logging.getLogger(__name__)
@@ -37,10 +39,12 @@ def fetching(key: str, name: str) -> Iterator[None]:
         if reachable:
             raise ConfigError(f"{key}={name}: cannot be loaded: {_told(error)}") from error
         hub_reachable.cache_clear()  # the next job in this process asks anew
+        is_told = constants.HF_HUB_OFFLINE
+        why = "HF_HUB_OFFLINE is set" if is_told else "the Hub cannot be reached"
+        other = "--train_file" if key == "dataset_name" else "a package:// model"
         raise ConfigError(
-            f"{key}={name}: the Hub cannot be reached and its cache here does not hold it. "
-            "Fix: give a local folder or file, or a package:// model. To try accel_ft without the "
-            f"Hub:\n  {QUICKSTART}"
+            f"{key}={name}: {why}, and its cache here does not hold it. Fix: a local folder, or "
+            f"{other}. To try accel_ft without the Hub:\n  {QUICKSTART}"
         ) from error
 
 

@@ -23,6 +23,10 @@ from accel_ft.errors import LaunchError, nearest
 from accel_ft.runtime.compiled import compiles_layers, is_compiled
 
 YES = ("y", "yes", "t", "true", "on", "1")  # as accelerate reads it
+OF_JOB = {
+    "gradient_accumulation_steps": "--gradient_accumulation_steps or --global_batch_size",
+    "gradient_clipping": "--max_grad_norm",
+}
 ENVIRONMENT = "the environment"  # where no `accelerate launch` is among the parents
 SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish", "ash", "busybox"}
 
@@ -59,6 +63,12 @@ def read_request() -> Request:
         )
     words, folder = launcher
     args = launch_command_parser().parse_args(words)
+    for option, instead in OF_JOB.items():
+        if getattr(args, option) is not None:
+            raise LaunchError(
+                f"accelerate launch --{option}: is for DeepSpeed alone. Fix: leave it out; "
+                f"after -m, {instead}"
+            )
     has_default = os.path.isfile(default_config_file) and not args.cpu  # as the launcher takes it
     file = args.config_file or (default_config_file if has_default else None)
     path = Path(folder, Path(file).expanduser()) if file else None

@@ -108,7 +108,7 @@ FAULTS = {
         None,
         "--lerning_rate: unknown key. Did you mean `learning_rate`?",
     ),
-    "wrong type": (["--seed", "x"], None, "seed=x: must be a valid integer"),
+    "wrong type": (["--seed", "x"], None, "seed=x: is no whole number"),
     "missing file": (["--train_file", "no.csv"], None, "train_file=no.csv: there is no such file."),
     "missing column": (["--text_column", "body"], None, "text_column=body: no such column in "),
     "unknown label": ([], "text,label\na goal,Sport\n", "line 2: label 'Sport' is none of these"),

@@ -117,11 +117,11 @@ def test_a_finished_choice_is_measured_on_other_rows_and_not_made_anew(
         load_classifier(run)
     capsys.readouterr()
     train.main([*words, *LATEST])
-    assert "its end is made again" in capsys.readouterr().err
+    assert "its end is made anew" in capsys.readouterr().err
     assert (run / "model/model.safetensors").read_bytes() == model
     assert events_of(run)[-1]["model_step"] == end["model_step"]
     train.main([*words, "--validation_file", str(rows_file), *LATEST])
-    assert "its end is made again" in capsys.readouterr().err
+    assert "its end is made anew" in capsys.readouterr().err
     again = events_of(run)[-1]
     assert (again["step"], again["model_step"]) == (end["step"], end["model_step"])
     assert again["eval_loss"] != end["eval_loss"]
@@ -135,7 +135,7 @@ def test_a_finished_choice_is_measured_on_other_rows_and_not_made_anew(
     other.write_text("".join(rows_file.read_text().splitlines(keepends=True)[:9]))
     words += ["--test_file", str(other)]
     train.main([*words, "--metric_for_best_model", "loss", *LATEST])
-    assert "its end is made again" in capsys.readouterr().err
+    assert "its end is made anew" in capsys.readouterr().err
     assert json.loads((run / "receipt.json").read_text())["selection"]["metric"] == "accuracy"
 
 
@@ -149,7 +149,7 @@ def test_a_key_that_changes_nothing_leaves_a_finished_run_alone(
     assert "nothing to do" in capsys.readouterr().err
     assert (tmp_path / "run/model/notes.txt").is_file()
     train.main([*words, "--load_best_model_at_end", *LATEST])
-    assert "its end is made again" in capsys.readouterr().err
+    assert "its end is made anew" in capsys.readouterr().err
     assert not (tmp_path / "run/model/notes.txt").is_file()
 
 

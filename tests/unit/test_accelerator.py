@@ -307,6 +307,13 @@ def test_tasks_of_srun_that_train_alone(
     assert "task 1 of the 2 of srun trains alone" in caplog.text
 
 
+def test_options_of_deepspeed_are_no_key_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--gradient_accumulation_steps", "4", "-m", "accel_ft.train"]
+    monkeypatch.setattr("accel_ft.runtime.request.find_launcher", lambda: (words, "/"))
+    with pytest.raises(LaunchError, match="alone. Fix: leave it out; after -m, --gradient_acc"):
+        read_request()
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [

@@ -76,6 +76,9 @@ def test_keys_of_the_trainer_that_are_said_otherwise_here(tmp_path: Path) -> Non
     assert "--bf16: unknown key. Fix: --mixed_precision bf16 before -m" in fault("--bf16", "true")
     assert "--adam_beta1: unknown key. It is 0.9" in fault("--adam_beta1", "0.9")
     assert "--num_labels: unknown key. Fix: leave it out" in fault("--num_labels", "4")
+    # Of the rest none is guessed by its spelling: `gradient_accumulation_steps` is another thing.
+    other = "--eval_accumulation_steps: unknown key. TrainingArguments has it, accel_ft does not"
+    assert other in fault("--eval_accumulation_steps", "4")
     assert "leave it out; rows of like length" in fault("--group_by_length", "true")
     assert "Did you mean `f1_macro`? Allowed" in fault("--metric_for_best_model", "f1")
     for kind in ("single_label_classification", "multi_label_classification"):
@@ -164,6 +167,8 @@ def test_paths_from_python_have_a_home_too() -> None:
 
 
 def test_a_job_to_search_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="job=.: is a folder. Fix: a file"):
+        parse(SearchConfig, ["--job", ".", "--space", __file__], "search")
     with pytest.raises(ConfigError, match="job=no.yaml: there is no such file. Allowed: PATH"):
         parse(SearchConfig, ["--job", "no.yaml", "--space", __file__], "search")
 
@@ -381,10 +386,14 @@ def test_keys_without_effect_are_told(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--text_column", "label"], "label_column=label: text_column is the same"),
-        (["--text_pair_column", "text"], "text_column=text: text_pair_column is the same"),
-        (["--report_to", "html,none"], "report_to=('html', 'none'): none, and others"),
+        (["--text_column", "label"], "label_column=label: is the column of text_column too"),
+        (["--text_pair_column", "text"], "text_column=text: is the column of text_pair_column too"),
+        (["--report_to", "html,none"], "report_to=html,none: none, and others"),
         (["--class_weights", "1e300,1"], "class_weights=1e300"),
+        (["--allow_changed", "freeze"], "allow_changed=freeze: nothing of that name may differ."),
+        (["--max_steps", "-1"], "must be greater than or equal to 1. Fix: leave it out"),
+        (["--logging_steps", "0.1"], "logging_steps=0.1: is no whole number. Allowed: INT"),
+        (["--config", "."], "config=.: is a folder. Fix: a YAML file"),
         (["--dropout", "0"], "--dropout: unknown key. Fix: in the model's config.json"),
     ],
 )
@@ -399,7 +408,9 @@ def test_what_is_no_path_is_told_in_a_line() -> None:
         with pytest.raises(ConfigError, match=r"^train_file=a ndarray: .*Allowed: PATH$"):
             checked(TrainConfig, {"train_file": table})
     frame = SimpleNamespace(to_csv=None)
-    with pytest.raises(ConfigError, match=r"PATH. Fix: its to_csv, and that path$"):
+    with pytest.raises(
+        ConfigError, match=r"is no path. Allowed: PATH. Fix: its to_csv, and that file's path$"
+    ):
         checked(TrainConfig, {"train_file": frame})
 
 

@@ -86,6 +86,10 @@ def test_the_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="the Hub cannot be reached(.|\n)*quickstart"):
         load_tokenizer("distilbert/no-such-model")
     assert (offline, constants.HF_HUB_OFFLINE) == ([True], False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub_reachable.cache_clear()
+    with pytest.raises(ConfigError, match="no-such-model: HF_HUB_OFFLINE is set, and its cache"):
+        load_tokenizer("distilbert/no-such-model")
     hub_reachable.cache_clear()
 
 
