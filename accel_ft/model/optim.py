@@ -38,7 +38,7 @@ def make_optimizer(
     Args:
         model: whose trainable parameters it takes; the first groups are those of the head.
         learning_rate: of the head.
-        weight_decay: of matrices, but biases that are some (relative positions'), as in the Trainer.
+        weight_decay: of matrices that are no bias (relative positions'), as in the Trainer.
         layer_decay: factor of the learning rate for each layer further down; None for the same rate
             everywhere. Source: Howard and Ruder, arXiv:1801.06146.
     """
