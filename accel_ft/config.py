@@ -503,7 +503,7 @@ class EvaluateConfig(DataConfig):
     output: File | None = None
     """Write the metrics to this JSON file too."""
     max_seq_length: int | None = Field(None, ge=2)  # type: ignore[assignment]
-    """Tokens a text is cut at; left out: as in training, or what the model sees, 512 at most."""
+    """Tokens a text is cut at; of no run, what the model sees, 512 at most."""
     max_eval_samples: int | None = Field(None, ge=1)
     """Use this many of the rows, drawn at random (always the same ones)."""
 
@@ -567,15 +567,15 @@ class PredictConfig(Config):
     output: Place = "-"
     """File for the JSON lines, or - for standard output."""
     text_column: str = "text"
-    """Column with the text (not for plain lines); left out: the run's own where there is one."""
+    """Column with the text (not for plain lines)."""
     text_pair_column: str | None = None
-    """Column with the second text of a pair; the run's own where the checkpoint is of a run."""
+    """Column with the second text of a pair."""
     id_column: str | None = None
     """Column whose value is copied as "id"; left out: the column `id` where there is one."""
     all_scores: bool = False
     """Add every label's score."""
     max_seq_length: int | None = Field(None, ge=2)
-    """Tokens a text is cut at; left out: as in training, or what the model sees, 512 at most."""
+    """Tokens a text is cut at; of no run, what the model sees, 512 at most."""
     per_device_eval_batch_size: int | None = Field(None, ge=1)
     """Samples of a batch where texts are longest; batches of shorter texts have more, up to the
     same number of tokens. Left out: 16 on a CPU, whose caches are small; else 64."""
