@@ -57,21 +57,22 @@ def softmax(logits: NDArray[Any]) -> NDArray[np.float64]:
 
 def log_odds(logits: NDArray[Any]) -> Callable[[int], NDArray[np.float64]]:
     """Return the function that gives the logarithm of p / (1 - p) of a label's probabilities p,
-    float64 [n], from logits [n, C]; exact also where p would be 1.
+    float64 [n], from logits [n, C]; to rounding, also where p would be 1.
     """
 
+    @np.errstate(invalid="ignore")  # of rows that are not finite
     def summed(logits: NDArray[Any]) -> NDArray[np.float64]:
         values = logits.astype(np.float64)
         best = values.argmax(axis=1)[:, None]
         top = np.take_along_axis(values, best, axis=1)
-        with np.errstate(invalid="ignore"):  # of rows that are not finite
-            values -= top
-            np.put_along_axis(values, best, -np.inf, axis=1)  # the others are left
-            log_sum = np.logaddexp.reduce(values, axis=1, keepdims=True)
+        values -= top
+        np.put_along_axis(values, best, -np.inf, axis=1)  # the others are left
+        log_sum = np.logaddexp.reduce(values, axis=1, keepdims=True)
         return np.hstack([top, np.exp(values).sum(axis=1, keepdims=True), log_sum])
 
     top, others, log_others = by_blocks(summed, logits).T
 
+    @np.errstate(invalid="ignore")
     def of_label(label: int) -> NDArray[np.float64]:
         values = logits[:, label] - top
         is_best = values == 0

@@ -1,8 +1,10 @@
 """How the keys are read: from YAML, the command line and earlier runs, all faults at once."""
 
 import argparse
+import importlib.util
 import json
 import os
+import re
 import sys
 import typing
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -13,7 +15,15 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from accel_ft.config import FILE_KEYS, HUB_KEYS, ROW_KEYS, Config, DataConfig, type_name
+from accel_ft.config import (
+    FILE_KEYS,
+    HUB_KEYS,
+    ROW_KEYS,
+    Config,
+    DataConfig,
+    TrainConfig,
+    type_name,
+)
 from accel_ft.errors import LONGEST, ConfigError, nearest
 
 LAUNCH_OPTIONS = (
@@ -49,7 +59,6 @@ KNOWN_ELSEWHERE = dict.fromkeys(LAUNCH_OPTIONS, "It is one of `accelerate launch
     "cache_dir": "Fix: HF_HOME",
     "trust_remote_code": "It is always off: no code of a model's is run",
     "compute_metrics": "It is not supported; predictions.npz has the logits",
-    "model_name_or_path": "Fix: checkpoint",
     "do_regression": "Fix: problem_type: regression",
     "metric_name": "Fix: metric_for_best_model; all metrics are computed",
     "device": "Fix: CUDA_VISIBLE_DEVICES, or accelerate's YAML",
@@ -140,11 +149,19 @@ def meant(key: str, known: Collection[str]) -> str:
     """Return what to say of a key that is not `known`."""
     if key in KNOWN_ELSEWHERE:
         return f" {KNOWN_ELSEWHERE[key]}"
-    from transformers import TrainingArguments  # takes seconds
-
-    if key in TrainingArguments.__dataclass_fields__:
+    if key == "model_name_or_path" and "checkpoint" in known:
+        return " Fix: checkpoint"
+    if key not in TrainConfig.model_fields and _is_the_trainers(key):
         return " TrainingArguments has it, accel_ft does not. --help names the keys"
     return nearest(key, known) or " --help names the keys"
+
+
+def _is_the_trainers(key: str) -> bool:
+    """Whether `TrainingArguments` has a key; read from its source, as its import takes seconds."""
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None
+    source = Path(str(spec.origin)).with_name("training_args.py")
+    return re.search(rf"^    {re.escape(key)}: ", source.read_text(), re.MULTILINE) is not None
 
 
 def checked(

@@ -26,8 +26,7 @@ NEEDED = re.compile(r"\.\d+\.|position_embeddings\.|embed_positions\.|wpe\.")  #
 UNLIMITED = 10**6  # tokenizers without a limit say 10^30
 ROBERTAS = {
     "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "xmod",
-    "mpnet", "longformer", "data2vec-text", "ibert", "luke", "mluke", "lilt", "esm", "markuplm",
-    "layoutlmv3",
+    "mpnet", "longformer", "data2vec-text", "ibert", "luke", "mluke", "lilt", "esm", "layoutlmv3",
 }  # fmt: skip
 
 
@@ -127,6 +126,8 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
         raise ConfigError(
             f"{key}={folder}: its tokenizer takes no plain text: {in_one_line(error)}"
         ) from error
+    except Exception:  # of `tokenizers`: it knows no "a", nor a token for what it does not know
+        encoded = tokenizer("")
     if strange := sorted(set(encoded) - set(INPUTS)):
         raise ConfigError(
             f"{key}={folder}: its model takes {listed(strange, 5)} of each text too, which "
@@ -145,7 +146,9 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
             for name in (*names, tokenizer.unk_token)
             if name is not None
         }
-        free = [name for name in known if known[name] not in ids]  # a pad token's embedding stays
+        # The head takes the last token that is no pad token, whose embedding gets no gradient.
+        taken = ids if set(ids[-1:]) & set(tokenizer.all_special_ids) else []
+        free = [name for name in known if known[name] not in taken]
         free += [name for name in known if [known[name]] != ids[-1:]]
         tokenizer.pad_token = tokenizer.eos_token and next(iter(free), tokenizer.eos_token)
     if tokenizer.pad_token_id is None:

@@ -17,7 +17,13 @@ from accel_ft.config import (
     TrainConfig,
 )
 from accel_ft.errors import ConfigError
-from accel_ft.settings import parse, run_settings, settings_to_reproduce
+from accel_ft.settings import (
+    _is_the_trainers,
+    meant,
+    parse,
+    run_settings,
+    settings_to_reproduce,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,6 +70,19 @@ def test_seeds_leave_room_for_ranks_and_updates() -> None:
     assert train_config("--seed", str(2**31 - 1)).seed == 2**31 - 1
     assert "seed=2147483648" in fault("--seed", str(2**31))
     assert "max_steps=1000000000000: must be less than" in fault("--max_steps", "1000000000000")
+
+
+def test_keys_of_the_trainer_are_known_by_its_source() -> None:
+    import dataclasses
+
+    from transformers import TrainingArguments
+
+    names = [field.name for field in dataclasses.fields(TrainingArguments)]
+    assert [name for name in names if not _is_the_trainers(name)] == []
+    assert not _is_the_trainers("lerning_rate")
+    assert "output" in meant("output_dir", PredictConfig.model_fields)  # is one of `train`
+    assert meant("model_name_or_path", PredictConfig.model_fields) == " Fix: checkpoint"
+    assert "checkpoint" not in meant("model_name_or_path", SearchConfig.model_fields)
 
 
 def test_options_of_the_launcher_are_told() -> None:
@@ -391,6 +410,8 @@ def test_keys_without_effect_are_told(
         (["--report_to", "html,none"], "report_to=html,none: none, and others"),
         (["--class_weights", "1e300,1"], "class_weights=1e300"),
         (["--allow_changed", "freeze"], "allow_changed=freeze: nothing of that name may differ."),
+        (["--allow_changed", "lora_r"], "allow_changed=lora_r: nothing of that name may differ."),
+        (["--allow_changed", "lora_target_modules"], "nothing of that name may differ."),
         (["--max_steps", "-1"], "must be greater than or equal to 1. Fix: leave it out"),
         (["--logging_steps", "0.1"], "logging_steps=0.1: is no whole number. Allowed: INT"),
         (["--config", "."], "config=.: is a folder. Fix: a YAML file"),

@@ -321,6 +321,8 @@ def test_a_tokenizer_that_cannot_pad(tiny_model: Path, tmp_path: Path) -> None:
     [
         ({"input_ids": [3], "bbox": [[0, 0]]}, "its model takes bbox of each text too"),
         (ValueError("give it\nboxes"), "its tokenizer takes no plain text: give it boxes"),
+        (AssertionError("no"), "its tokenizer takes no plain text: no"),
+        (TypeError("no"), "its tokenizer takes no plain text: no"),
     ],
 )
 def test_a_tokenizer_of_more_than_texts(
@@ -337,11 +339,18 @@ def test_a_tokenizer_of_more_than_texts(
 
 
 @pytest.mark.parametrize(
-    ("template", "pad"),
-    [("$A", "</s>"), ("<s> $A", "</s>"), ("<s> $A </s>", "<unk>"), ("$A </s>", "<s>")],
+    ("template", "own", "pad"),
+    [
+        ("$A", {"eos": "</s>", "bos": "<s>", "unk": "<unk>"}, "</s>"),
+        ("<s> $A", {"eos": "</s>", "bos": "<s>", "unk": "<unk>"}, "</s>"),
+        ("<s> $A </s>", {"eos": "</s>", "bos": "<s>", "unk": "<unk>"}, "<unk>"),
+        ("$A </s>", {"eos": "</s>", "bos": "<s>", "unk": "<unk>"}, "<s>"),
+        ("<s> $A </s>", {"eos": "</s>", "bos": "<s>"}, "<s>"),  # not the last, which decides
+        ("<s> $A", {"eos": "<s>", "bos": "<s>", "unk": "<unk>"}, "<s>"),  # the last may be unknown
+    ],
 )
 def test_the_pad_token_of_a_decoder_stands_in_no_text(
-    tmp_path: Path, template: str, pad: str
+    tmp_path: Path, template: str, own: dict[str, str], pad: str
 ) -> None:
     """The embedding of a pad token gets no gradient: that of each text's first would stay as it is."""
     from tokenizers import Tokenizer, models, processors
@@ -352,10 +361,31 @@ def test_the_pad_token_of_a_decoder_stands_in_no_text(
     backend.post_processor = processors.TemplateProcessing(
         single=template, special_tokens=list(names.items())
     )
-    own = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-    PreTrainedTokenizerFast(tokenizer_object=backend, **own).save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, **{f"{name}_token": token for name, token in own.items()}
+    ).save_pretrained(tmp_path)
     GPT2Config().save_pretrained(tmp_path)
     assert load_tokenizer(str(tmp_path)).pad_token == pad
+
+
+def test_a_tokenizer_of_a_few_letters(tmp_path: Path) -> None:
+    """It knows no others, nor a token for them, and need not: DNA."""
+    from tokenizers import Tokenizer, models
+    from transformers import BertConfig, PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel({"<pad>": 0, "A": 1, "C": 2, "G": 3, "T": 4}))
+    PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>").save_pretrained(tmp_path)
+    BertConfig().save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path))("A")["input_ids"] == [1]
+
+
+def test_a_tokenizer_of_tables(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> int:
+        raise ValueError("provide a table")
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.num_special_tokens_to_add", fail)
+    with pytest.raises(ConfigError, match="its tokenizer takes no plain text: provide a table"):
+        load_tokenizer(str(tiny_model))
 
 
 def test_weights_that_are_parts_of_one_have_memory_of_their_own(
