@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from accel_ft import report, train
 from accel_ft.config import TrainConfig
 from accel_ft.errors import ConfigError, UserError
+from accel_ft.metrics import cross_entropy
 from accel_ft.reporting import report as report_module
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -56,10 +57,10 @@ def test_the_report(words: list[str], tmp_path: Path, rows_file: Path) -> None:
     }  # fmt: skip
     with np.load(run / "predictions.npz") as saved:
         accuracy = float((saved["logits"].argmax(1) == saved["labels"]).mean())
-        right = saved["validation_logits"].argmax(1) == saved["validation_labels"]
-        assert saved["validation_rows"].tolist() == list(range(len(right)))
+        losses = cross_entropy(saved["validation_logits"], saved["validation_labels"])
+        assert saved["validation_rows"].tolist() == list(range(len(losses)))
     assert accuracy == pytest.approx(events_of(run)[-2]["test_accuracy"])
-    assert float(right.mean()) == pytest.approx(events_of(run)[-1]["eval_accuracy"])
+    assert float(losses.mean()) == pytest.approx(events_of(run)[-1]["eval_loss"])
     mistakes = [json.loads(line) for line in (run / "mistakes.jsonl").read_text().splitlines()]
     assert len(mistakes) == round(16 * (1 - accuracy))
     assert all(each["label"] != each["predicted"] for each in mistakes)

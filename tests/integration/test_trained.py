@@ -313,6 +313,25 @@ def test_adapters_are_exported(words: list[str], tmp_path: Path) -> None:
     assert load_classifier(tmp_path / "exported").predict(["goal"])[0]["label"]
 
 
+def test_layers_that_have_one_weight_in_common(tmp_path: Path) -> None:
+    """Each would get adapters of its own, and all would be added to the one weight."""
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_config(architectures()["zamba2"])
+    job = TrainConfig(lora_r=2, lora_target_modules=("in_proj", "q_proj"))
+    with pytest.raises(ConfigError, match="=q_proj: .*q_proj has its weight in common with ano"):
+        choose_trained(model, job)
+
+
+def test_an_encoder_that_holds_its_head(tiny_model: Path) -> None:
+    """Perceiver's: frozen, it leaves nothing to train, where the optimizer would fail."""
+    config = load.load_model_config(str(tiny_model), num_labels=3)
+    model, _ = load.load_for_training(str(tiny_model), config, None)
+    model.classifier.requires_grad_(False)
+    with pytest.raises(ConfigError, match="has its head in its encoder.* Fix: --freeze none"):
+        choose_trained(model, TrainConfig(freeze="encoder"))
+
+
 def test_layers_that_are_not_there(words: list[str]) -> None:
     for names in ("quary", "value,quary"):  # peft is content if one of them is there
         with pytest.raises(

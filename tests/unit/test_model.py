@@ -164,8 +164,10 @@ def test_positions_behind_the_pad_token() -> None:
 
 
 def test_positions_by_another_name() -> None:
-    from transformers import MptConfig
+    from transformers import LayoutLMv3Config, MptConfig
 
+    of_layouts = LayoutLMv3Config(max_position_embeddings=66, pad_token_id=1)
+    assert position_limit(of_layouts, SimpleNamespace(model_max_length=512)) == 64
     assert position_limit(MptConfig(max_seq_len=64), SimpleNamespace(model_max_length=512)) == 64
 
 
