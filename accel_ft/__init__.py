@@ -87,6 +87,8 @@ def load_classifier(checkpoint: str | Path, **settings: Any) -> Predictor:
     Raises:
         accel_ft.errors.UserError: where it cannot be had.
     """
+    from transformers.utils.logging import disable_progress_bar
+
     from accel_ft.config import PredictConfig
     from accel_ft.errors import ConfigError
     from accel_ft.predict import Predictor
@@ -99,5 +101,5 @@ def load_classifier(checkpoint: str | Path, **settings: Any) -> Predictor:
     settings = settings | {"checkpoint": str(checkpoint), "text": ""}
     config = checked(PredictConfig, settings, run_settings(settings))
     with as_a_guest():
-        accelerator = make_accelerator()
-    return Predictor(config, accelerator)
+        disable_progress_bar()
+        return Predictor(config, make_accelerator())

@@ -50,6 +50,7 @@ IDENTITY_KEYS = {
     "lr_scaling", "lr_reference_batch_size", "lr_scheduler_type", "warmup_steps", "weight_decay",
     "max_grad_norm", "problem_type", "class_weights", "label_smoothing_factor", "oversampling",
     "freeze", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "layerwise_lr_decay",
+    "train_sampling_strategy",
 }  # fmt: skip
 # Of a run, what a resume compares.
 COMPARED = IDENTITY_KEYS | {"labels", "train_data", "pretrained", "mixed_precision"}
@@ -288,6 +289,9 @@ class TrainConfig(HubConfig, DataConfig):
     """Samples of one forward and backward on one rank; fewer where the global batch needs no more.
     auto: as many as fit into the device's memory; the global batch stays.
     """
+    train_sampling_strategy: Literal["group_by_length", "random"] = "group_by_length"
+    """Which rows an update takes: of like length, which is faster; or any, which may learn better
+    where length tells the label, on few rows above all."""
     learning_rate: float = Field(5e-5, gt=0)
     """Peak learning rate of AdamW, before lr_scaling."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
@@ -467,6 +471,9 @@ class TrainConfig(HubConfig, DataConfig):
             there = [other.name for other in path.parent.glob("*")] + ["latest"]
             words = f"there is no such folder.{nearest(path.name, there)} Allowed: latest|FOLDER"
             yield self._fault(words, "resume_from_checkpoint")
+        if self.warmup_steps > 1 and self.warmup_steps % 1:
+            words = "is no number of updates. Fix: a whole one, or a share below 1"
+            yield self._fault(words, "warmup_steps")
         yield from self._either("freeze", "lora_r")
         if "none" in self.report_to and len(self.report_to) > 1:
             yield self._fault("none, and others. Fix: none alone, or leave it out", "report_to")

@@ -4,6 +4,7 @@ accelerate launch --config_file STRATEGY.yaml -m accel_ft.train --config JOB.yam
 """
 
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from shlex import quote
 from shutil import which
 from typing import Any
 
-from accel_ft.config import METRICS, TrainConfig
+from accel_ft.config import TrainConfig
 from accel_ft.errors import (
     DOCTOR,
     CheckpointError,
@@ -207,18 +208,20 @@ def _say_and_push(config: TrainConfig, events: list[dict[str, Any]]) -> None:
 
 def _say_farewell(config: TrainConfig, events: list[dict[str, Any]]) -> None:
     """Print the main metric and where all is."""
-    metric = METRICS[config.problem_type][0]
-    if config.best_metric in METRICS[config.problem_type] and config.best_metric != "loss":
-        metric = config.best_metric
-    tuned = " (thresholds are tuned on them)" * ("multi_label" in config.problem_type)
+    if config.best_metric == "loss":
+        config = config.resolved(metric_for_best_model=None)
+    metric = config.best_metric
+    has_thresholds = "multi_label" in config.problem_type and metric != "roc_auc"
+    tuned = " (thresholds are tuned on them)" * has_thresholds
 
-    def shown(value: float | None) -> str:
-        return "NaN" if value is None else f"{value:.4f}"
+    def shown(event: dict[str, Any], prefix: str) -> str:
+        value = config.best_value(event, prefix)
+        return "NaN" if math.isnan(value) else f"{value:.4f}"
 
-    print(f"{metric} on the validation rows: {shown(events[-1][f'eval_{metric}'])}{tuned}")
+    print(f"{metric} on the validation rows: {shown(events[-1], 'eval_')}{tuned}")
     for event in events:
         if event["event"] == "test":
-            print(f"{metric} on the test rows: {shown(event[f'test_{metric}'])}")
+            print(f"{metric} on the test rows: {shown(event, 'test_')}")
     model, report = config.output_dir / "model", config.output_dir / "report.html"
     quoted = quote(str(model))
     print(f"model: {model}")

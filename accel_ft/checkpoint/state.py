@@ -20,7 +20,7 @@ from accelerate.utils import set_seed
 from torch.distributed.checkpoint.api import CheckpointException
 
 from accel_ft.checkpoint import convert, transaction, trust
-from accel_ft.config import FIXED
+from accel_ft.config import FIXED, TrainConfig
 from accel_ft.errors import CheckpointError, in_one_line
 from accel_ft.runtime.watch import Watch
 
@@ -260,15 +260,19 @@ def check_same_run(
     Raises:
         CheckpointError: listing the differences.
     """
-    differences = [
-        f"{key}: {saved.get(key)!r} in the checkpoint, {value!r} in this job"
-        + " (other parameters, or groups of them: this cannot be allowed)"
-        * (not _can_differ(key, saved.get(key), value))
-        + f" (`accelerate launch --{key} {saved.get(key)}`)" * (key == "mixed_precision")
-        for key, value in identity.items()
-        if saved.get(key) != value
-        and not (key in allowed and _can_differ(key, saved.get(key), value))
-    ]
+    differences, fields = [], TrainConfig.model_fields
+    for key, here in identity.items():
+        default = fields[key].default if key in fields else None
+        there = saved.get(key, default)  # there was no such key yet
+        can_differ = _can_differ(key, there, here)
+        if there == here or (key in allowed and can_differ):
+            continue
+        told = f"{key}: {there!r} in the checkpoint, {here!r} in this job"
+        if not can_differ:
+            told += " (other parameters, or groups of them: this cannot be allowed)"
+        if key == "mixed_precision":
+            told += f" (`accelerate launch --{key} {there}`)"
+        differences.append(told)
     if differences:
         raise CheckpointError(
             f"{folder}: belongs to another job. Fix: the same settings, another output_dir, or "

@@ -79,6 +79,7 @@ class Plan:
         seed: decides every order.
         lengths: maps sample ids [k] to their numbers of tokens [k]; an array's `__getitem__` will
             do.
+        groups: whether an update's samples are of like length, or any.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Plan:
         global_batch_size: int,
         seed: int,
         lengths: Callable[[Ids], NDArray[np.integer]],
+        groups: bool = True,
     ) -> None:
         if num_samples < 1 or global_batch_size < 1:
             raise ValueError(f"{num_samples=} and {global_batch_size=} must be at least 1")
@@ -94,12 +96,15 @@ class Plan:
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.lengths = lengths
+        self.groups = groups
         self.num_full_steps = num_samples // global_batch_size  # of an epoch
         self.steps_per_epoch = -(-num_samples // global_batch_size)
         self._window = lru_cache(maxsize=2)(self._make_window)
 
     def __reduce__(self) -> tuple[type["Plan"], tuple[object, ...]]:
-        return Plan, (self.num_samples, self.global_batch_size, self.seed, self.lengths)
+        return Plan, (
+            self.num_samples, self.global_batch_size, self.seed, self.lengths, self.groups,
+        )  # fmt: skip
 
     def global_batch(self, step: int) -> Ids:
         """Return the sample ids of update `step` (0, 1, ... over the whole run), shortest text
@@ -143,6 +148,11 @@ class Plan:
         """Return a window's global batches, int64 [<= WINDOW_STEPS, G], in shuffled order."""
         size, first = self.global_batch_size, window * WINDOW_STEPS
         stop = min(first + WINDOW_STEPS, self.num_full_steps)
+        if not self.groups:
+            steps = range(first, stop)
+            return np.stack(
+                [self._by_length(epoch, step * size, (step + 1) * size) for step in steps]
+            )
         batches = self._by_length(epoch, first * size, stop * size).reshape(-1, size)
         numbers = np.arange(len(batches), dtype=np.uint64)
         rank_of = mix(numbers + combine_key(self.seed, epoch, window))

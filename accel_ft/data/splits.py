@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 VALIDATION_SHARE = 0.1
 VALIDATION_MAX = 2000
 FEW_ROWS = 100
+RARE = 10
 COMPARED_TEXTS = 1_000_000
 LABELS_TOLD = 20
 WHOLE = re.compile(r"-?[0-9]+\.0")
@@ -169,6 +170,8 @@ def load_splits(config: TrainConfig, tokenizer: Any, model_labels: Sequence[str]
         spread = f": an accuracy on them is uncertain by up to {0.98 / len(validation) ** 0.5:.2f}"
         is_share = config.problem_type == "single_label_classification"
         logger.warning("only %d validation rows%s", len(validation), spread * is_share)
+    elif config.problem_type == "single_label_classification":
+        _warn_of_rare(validation, names)
     if not is_regression:
         _tell_labels(train, names)
         _warn_of_look_alikes(names)
@@ -267,6 +270,15 @@ def _tell_labels(train: Split, names: list[str]) -> None:
     if missing and not drawn:
         told = listed(missing, LABELS_TOLD, "; ")
         logger.warning("labels without a training row, which cannot be learnt: %s", told)
+
+
+def _warn_of_rare(validation: Split, names: list[str]) -> None:
+    labels = validation.labels(np.arange(len(validation), dtype=np.int64))
+    counts = np.bincount(labels, minlength=len(names))
+    rare = [number for number in np.argsort(counts, kind="stable") if 0 < counts[number] < RARE]
+    if rare:
+        told = listed([f"{cut(names[n])} {counts[n]}" for n in rare], LABELS_TOLD, "; ")
+        logger.warning("few validation rows, so that metrics of these labels are rough: %s", told)
 
 
 def _tell_repeats(train: Split) -> None:

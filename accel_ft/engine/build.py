@@ -82,7 +82,10 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     if accumulation_steps > 1:
         refuse_cuda_graphs(accelerator.device)
     num_micro_batches = accumulation_steps * num_ranks
-    plan = Plan(len(splits.train), config.global_batch_size, config.seed, splits.train.lengths)
+    plan = Plan(
+        len(splits.train), config.global_batch_size, config.seed, splits.train.lengths,
+        groups=config.train_sampling_strategy == "group_by_length",
+    )  # fmt: skip
     places = partial(train_places, plan, num_micro_batches)
     num_steps = config.updates(plan.steps_per_epoch)
     _warn_of_idle_keys(config, num_steps)

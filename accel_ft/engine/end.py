@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 def finish(run: Run) -> None:
     """Leave the final (or best) model, and measure it on the test rows. Collective."""
     run.wait_for_publication()
+    if run.accelerator.is_main_process and run.num_nonfinite == 0:
+        run.prune(run.config.save_total_limit, run.protected_step)  # what a kill has left
     run.close()
     if run.step < run.num_steps:
         best = f"{run.best['metric']} {run.best['value']:.4f}" if run.best else "none"

@@ -95,14 +95,15 @@ def _forget_stale_best(run: Run, rows: str) -> None:
     metric, rule = run.best["metric"], run.config.best_rule
     is_needed = run.protected_step not in (None, run.step)  # or it was just loaded
     is_lost = is_needed and not state.is_sound(run.watch, run.best_folder())
-    is_other = metric != rule and run.step < run.num_steps
-    is_other |= rows != run.splits.validation.fingerprint() and not run.is_over
-    if is_lost and run.is_over and not is_other:  # before what its end has left is removed
+    other_rule = metric != rule and run.step < run.num_steps
+    other_rows = rows != run.splits.validation.fingerprint() and not run.is_over
+    if is_lost and run.is_over and not other_rule:  # before what its end has left is removed
         raise run.best_is_lost()
-    if is_lost or is_other:
+    if other_rule or other_rows or is_lost:
+        why = f"now it is {rule}" if other_rule else "its checkpoint is lost"
         logger.warning(
-            "the best evaluation so far (by %s) is forgotten: another metric or other rows are "
-            "asked for, or its checkpoint is lost", metric,
+            "the best evaluation so far (by %s) is forgotten: %s",
+            metric, "the validation rows are others" if other_rows else why,
         )  # fmt: skip
         run.best, run.num_worse = None, 0
     elif metric != rule and run.config.load_best_model_at_end:

@@ -294,6 +294,8 @@ class Run:
             **{f"{name}_seconds": round(seconds, 3)},
         )  # fmt: skip
         shown = ", ".join(f"{k} {v:.4f}" for k, v in scores.items() if isinstance(v, float))
+        if name == "eval" and self.config.best_label is not None:
+            shown += f", {self.config.best_metric} {self.config.best_value(scores):.4f}"
         step = self.step if model_step is None else model_step
         logger.info(
             "%s after update %d (epoch %.2f): %s (%d rows)",
@@ -350,6 +352,10 @@ class Run:
 
     def _publish(self, final: Path, keep: int | None, best: int | None) -> None:
         transaction.publish(final)
+        self.prune(keep, best)
+
+    def prune(self, keep: int | None, best: int | None) -> None:
+        """Remove all checkpoints but the newest `keep`, and the best. On rank 0."""
         if keep is not None:
             # A resume or rollback to the oldest that stays needs what was the best by then; what
             # was since is among those that stay, or the best now.

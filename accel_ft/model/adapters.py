@@ -118,9 +118,13 @@ def _with_adapters(model: Any, key: str, **settings: Any) -> Any:
     try:  # the head is trained whole: peft knows it by the task
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what the two libraries have to say to each other
-            return get_peft_model(model, LoraConfig(task_type=TaskType.SEQ_CLS, **settings))
+            made = get_peft_model(model, LoraConfig(task_type=TaskType.SEQ_CLS, **settings))
     except ValueError as error:
         raise ConfigError(f"{key}: {in_one_line(error)}") from error
+    written = made.peft_config["default"]  # by peft as a set, in another order each time
+    if isinstance(written.target_modules, set):
+        written.target_modules = sorted(written.target_modules)
+    return made
 
 
 def _keep_the_trained_alone(model: Any) -> None:

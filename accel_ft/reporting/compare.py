@@ -34,6 +34,11 @@ def differences(one: Record, other: Record) -> Iterator[Difference]:
     ended = bool(one.of("end")), bool(other.of("end"))
     if ended[0] != ended[1]:
         yield "reached its end", *ended
+    for event, rows in (("end", "validation"), ("test", "test")):
+        a, b = (scores_of((record.of(event) or [{}])[-1]) for record in (one, other))
+        for key in a:
+            if key in b and not _same(a[key], b[key]):
+                yield f"final {key} on the {rows} rows", a[key], b[key]
 
 
 def _over_starts(starts: list[dict[str, Any]]) -> dict[str, list[Any]]:

@@ -161,7 +161,7 @@ def test_rows_that_change_beside_a_run(
             stopped_at(8, [*words, str(held_out)])
         train.main([*words, str(rows), *LATEST])
         assert (
-            "the best evaluation so far (by accuracy) is forgotten: another metric or other rows"
+            "the best evaluation so far (by accuracy) is forgotten: the validation rows are others"
             in caplog.text
         )
 

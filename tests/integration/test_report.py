@@ -353,14 +353,15 @@ def test_the_receipt_and_what_differs_in_it(
     from accel_ft.reporting.record import read_record
     from accel_ft.runtime import receipt
 
-    train.main([*words, "--max_steps", "1"])
+    train.main([*words, "--max_steps", "3"])
     monkeypatch.setattr(receipt, "_version", lambda package: f"9.9 of {package}")
     other = write_rows(tmp_path / "other.csv", 40, seed=9)
-    more = ["--max_steps", "1", "--train_file", str(other), "--output_dir", str(tmp_path / "b")]
+    more = ["--max_steps", "3", "--train_file", str(other), "--output_dir", str(tmp_path / "b")]
     train.main([*words, *more])
     one, two = (read_record(tmp_path / name) for name in ("run", "b"))
     told = {what for what, _, _ in differences(one, two)}
     assert {"receipt data.train", "receipt versions.torch", "receipt num_samples.train"} <= told
+    assert {"final loss on the validation rows", "final loss on the test rows"} <= told
     assert {"git_commit", "python", "versions", "machine", "tokenizer", "pretrained"} <= set(
         one.receipt
     )

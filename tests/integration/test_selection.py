@@ -76,6 +76,40 @@ def test_another_metric_goes_on_where_the_last_one_stopped(
     assert [e["step"] for e in events_of(tmp_path / "run") if e["event"] == "eval"] == [1, 2, 3, 4]
 
 
+def test_the_label_that_decides_is_shown(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "per_class.World.f1"
+    train.main([*words, "--load_best_model_at_end", "--metric_for_best_model", name])
+    told, events = capsys.readouterr(), events_of(tmp_path / "run")
+    values = [e["eval_per_class"]["World"]["f1"] for e in events if e["event"] == "eval"]
+    assert all(f"{name} {value:.4f}" in told.err for value in values)
+    value = events[-1]["eval_per_class"]["World"]["f1"]
+    assert f"{name} on the validation rows: {value:.4f}\n" in told.out
+    assert f"{name} on the test rows: " in told.out
+
+
+def test_checkpoints_that_a_kill_has_left_are_pruned(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no update is left, no save would do it."""
+    words += ["--save_total_limit", "2", "--max_steps", "4"]
+    with monkeypatch.context() as patch:
+        patch.setattr("accel_ft.checkpoint.transaction.prune", lambda *_: None)
+        patch.setattr("accel_ft.engine.loop.finish", lambda _: killed())
+        with pytest.raises(RuntimeError):
+            train.main(words)
+    assert len(list((tmp_path / "run/checkpoints").iterdir())) == 4
+    train.main([*words, *LATEST])
+    assert sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir()) == [
+        "step_00000003", "step_00000004",
+    ]  # fmt: skip
+
+
+def killed() -> None:
+    raise RuntimeError("killed")
+
+
 def test_the_other_end_of_a_metric_is_another_choice(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,7 +119,10 @@ def test_the_other_end_of_a_metric_is_another_choice(
         stopped_at(7, words)
     turned = [*words, "--greater_is_better", "true", *LATEST]
     train.main(turned)
-    assert "the best evaluation so far (by loss) is forgotten: another" in capsys.readouterr().err
+    assert (
+        "the best evaluation so far (by loss) is forgotten: now it is loss, the h"
+        in capsys.readouterr().err
+    )
     events = events_of(tmp_path / "run")
     losses = {e["step"]: e["eval_loss"] for e in events if e["event"] == "eval"}
     assert events[-1]["model_step"] == max(range(8, 13), key=losses.__getitem__)
@@ -264,7 +301,10 @@ def test_a_damaged_best_checkpoint_is_told_at_the_resume(
     train.main([*words, *LATEST])
     told = capsys.readouterr().err
     assert "step_00000002: model.safetensors is damaged" in told
-    assert "the best evaluation so far (by loss, the highest) is forgotten: another" in told
+    assert (
+        "the best evaluation so far (by loss, the highest) is forgotten: its checkpoint is lost"
+        in told
+    )
     events = events_of(tmp_path / "run")
     losses = {e["step"]: e["eval_loss"] for e in events if e["event"] == "eval" and e["step"] > 6}
     best = max(losses, key=losses.get)

@@ -1,5 +1,6 @@
 """What is trained: frozen encoders, layer-wise rates, gradient checkpointing, adapters."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,17 @@ def test_adapters_resume_bit_for_bit(words: list[str], tmp_path: Path) -> None:
     cut_off(tmp_path / "run", 5)
     train.main([*words, *LORA, "--resume_from_checkpoint", "latest"])
     assert run_hash(tmp_path / "run") == whole
+
+
+def test_the_layers_with_adapters_are_written_in_one_order(
+    words: list[str], tmp_path: Path
+) -> None:
+    """peft keeps them as a set: the same job's checkpoints had other bytes each time."""
+    train.main([*words, *LORA, "--max_steps", "1"])
+    (about,) = (tmp_path / "run/checkpoints").glob("*/adapter_config.json")
+    names = json.loads(about.read_text())["target_modules"]
+    assert names == sorted(names)
+    assert len(names) > 5
 
 
 def test_adapters_are_exported(words: list[str], tmp_path: Path) -> None:

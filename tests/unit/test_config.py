@@ -98,7 +98,7 @@ def test_keys_of_the_trainer_that_are_said_otherwise_here(tmp_path: Path) -> Non
     # Of the rest none is guessed by its spelling: `gradient_accumulation_steps` is another thing.
     other = "--eval_accumulation_steps: unknown key. TrainingArguments has it, accel_ft does not"
     assert other in fault("--eval_accumulation_steps", "4")
-    assert "leave it out; rows of like length" in fault("--group_by_length", "true")
+    assert "Fix: train_sampling_strategy, by" in fault("--group_by_length", "true")
     assert "Did you mean `f1_macro`? Allowed" in fault("--metric_for_best_model", "f1")
     for kind in ("single_label_classification", "multi_label_classification"):
         keys = ("--load_best_model_at_end", "--metric_for_best_model", "roc_auc")
@@ -409,6 +409,7 @@ def test_keys_without_effect_are_told(
         (["--text_pair_column", "text"], "text_column=text: is the column of text_pair_column too"),
         (["--report_to", "html,none"], "report_to=html,none: none, and others"),
         (["--class_weights", "1e300,1"], "class_weights=1e300"),
+        (["--warmup_steps", "1.5"], "warmup_steps=1.5: is no number of updates. Fix: a whole one"),
         (["--allow_changed", "freeze"], "allow_changed=freeze: nothing of that name may differ."),
         (["--allow_changed", "lora_r"], "allow_changed=lora_r: nothing of that name may differ."),
         (["--allow_changed", "lora_target_modules"], "nothing of that name may differ."),

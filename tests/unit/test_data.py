@@ -553,6 +553,22 @@ def test_cut_texts_are_counted(tmp_path: Path, tokenizer) -> None:
     assert store.lengths(np.arange(4)).tolist() == [4, 4, 4, 2]
 
 
+def test_a_label_with_few_validation_rows_is_told(
+    tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Cut off at random: of a rare one almost none may be there to choose a model by."""
+    file = tmp_path / "a.jsonl"
+    labels = ["spam" if number % 40 == 0 else "ham" for number in range(1200)]
+    lines = [json.dumps({"text": f"the {n}", "label": label}) for n, label in enumerate(labels)]
+    file.write_text("\n".join(lines))
+    with caplog.at_level("WARNING"):
+        splits = load_splits(TrainConfig(train_file=file), tokenizer)
+    held_out = splits.validation.labels(np.arange(120))
+    count = int((held_out == splits.label_names.index("spam")).sum())
+    assert 0 < count < 10
+    assert f"metrics of these labels are rough: spam {count}" in caplog.text
+
+
 def test_texts_shared_with_training_are_counted(
     tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,5 +1,6 @@
 """The plan is what every promise about order, resume and ranks rests on: tested by properties."""
 
+import pickle
 import time
 from itertools import pairwise
 
@@ -110,6 +111,19 @@ def test_batches_hold_neighbouring_lengths() -> None:
         lengths[plan.global_batch(step)].max() * batch for step in range(plan.steps_per_epoch)
     )
     assert lengths.sum() / padded > 0.95
+
+
+@pytest.mark.parametrize("size", [50, WINDOW_STEPS * 8 + 21])
+def test_at_random_an_update_has_any_lengths(size: int) -> None:
+    """Those of the epoch's permutation, one update after the other; sorted only within."""
+    lengths = np.random.default_rng(0).integers(3, 100, size)
+    plan = pickle.loads(pickle.dumps(Plan(size, 8, 5, lengths.__getitem__, groups=False)))
+    for step in range(2 * plan.steps_per_epoch):
+        epoch, number = divmod(step, plan.steps_per_epoch)
+        places = np.arange(8 * number, min(8 * number + 8, size))
+        ids = plan.global_batch(step)
+        assert sorted(ids) == sorted(permute(places, size, combine_key(5, epoch)))
+        assert (np.diff(lengths[ids]) >= 0).all()
 
 
 def test_short_and_long_batches_are_mixed() -> None:

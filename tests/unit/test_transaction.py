@@ -211,6 +211,10 @@ def test_published_again_over_a_damaged_one(tmp_path: Path) -> None:
 def test_another_jobs_checkpoint_is_refused(tmp_path: Path) -> None:
     saved = {"model": "a", "seed": 1}
     state.check_same_run(tmp_path, saved, dict(saved))
+    by_itself = {"train_sampling_strategy": "group_by_length"}  # when there was no such key
+    state.check_same_run(tmp_path, saved, saved | by_itself)
+    with pytest.raises(CheckpointError, match="strategy: 'group_by_length' in the checkpoint, 'ra"):
+        state.check_same_run(tmp_path, saved, saved | {"train_sampling_strategy": "random"})
     with pytest.raises(CheckpointError, match="seed: 1 in the checkpoint, 2 in this job"):
         state.check_same_run(tmp_path, saved, {"model": "a", "seed": 2})
 
