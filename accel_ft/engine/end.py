@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accel_ft.checkpoint import convert, state, transaction
-from accel_ft.engine.evaluation import predict_split, write_predictions
+from accel_ft.engine.evaluation import predict_split, write_mistakes, write_predictions
 from accel_ft.engine.run import Run
 from accel_ft.errors import UserError
 from accel_ft.model import adapters, load
@@ -83,7 +83,9 @@ def _leave_predictions(run: Run, logits: NDArray[np.float32], model_step: int) -
         _, found["test"] = run.measure("test", run.test_loader, model_step)
     with state.all_or_none(run.watch, run.output_dir / "predictions"):
         if run.accelerator.is_main_process:
-            write_predictions(run.output_dir, run.config, run.splits, found, run.thresholds)
+            write_predictions(run.output_dir, run.splits, found, run.thresholds)
+            name, logits = found.popitem()  # the last
+            write_mistakes(run.output_dir, run.config, run.splits, name, logits, run.thresholds)
 
 
 def _export(run: Run, final: Path) -> None:

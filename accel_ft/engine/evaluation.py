@@ -108,49 +108,73 @@ def evaluate_split(
 
 def write_predictions(
     folder: Path,
-    config: DataConfig,
     splits: Splits,
     logits: dict[str, NDArray[np.float32]],
     thresholds: NDArray[np.float64] | None,
 ) -> None:
-    """Leave predictions.npz (logits [n, C], labels and rows [n] of the last of some splits, those
-    of the others with their name before these; thresholds where there are any) and mistakes.jsonl,
-    the most confident mistakes in the last (of a regression, the largest errors) with their texts.
+    """Leave predictions.npz: logits [n, C], labels and rows [n] of the last of some splits, those
+    of the others with the split's name before these; thresholds where there are any.
 
     Args:
         logits: of each split, by its name.
     """
-    from accel_ft.metrics import mistakes
-
     *_, last = logits
     arrays: dict[str, Any] = {} if thresholds is None else {"thresholds": thresholds}
-    for name, predicted in logits.items():
-        split: Split = getattr(splits, name)
-        source = splits.sources.get(name) or splits.sources["train"]  # that it was cut off
-        places = np.arange(len(split), dtype=np.int64)
-        labels, ids = split.labels(places), split.ids(places)
-        rows, prefix = source.row_numbers(ids), "" if name == last else f"{name}_"
-        found = {"logits": predicted, "labels": labels, "rows": rows}
-        arrays |= {f"{prefix}{key}": values for key, values in found.items()}
+    for name, of_split in logits.items():
+        prefix = "" if name == last else f"{name}_"
+        labels, rows = _labels_and_rows(splits, name)
+        arrays |= {f"{prefix}logits": of_split, f"{prefix}labels": labels, f"{prefix}rows": rows}
     file = io.BytesIO()
     np.savez(file, **arrays)
     write_whole(folder / "predictions.npz", file.getbuffer())
-    wrong, pair = mistakes(predicted, labels, splits.label_names, thresholds)
-    worst = np.argsort(-wrong, kind="stable")[: min(MISTAKES, int((wrong > 0).sum()))]
+
+
+def write_mistakes(
+    folder: Path,
+    config: DataConfig,
+    splits: Splits,
+    name: str,
+    logits: NDArray[np.float32],
+    thresholds: NDArray[np.float64] | None,
+) -> None:
+    """Leave mistakes.jsonl: the most confident mistakes (of a regression, the largest errors) with
+    their texts.
+
+    Args:
+        name: of the split the logits are of.
+    """
+    from accel_ft.metrics import mistakes
+
+    source = _source(splits, name)
     if not source.is_unchanged():
         logger.warning("%s has changed since it was read: no mistakes.jsonl", source.name)
         return
-    texts = source.texts(config, set(ids[worst].tolist()))
+    labels, rows = _labels_and_rows(splits, name)
+    wrong, pair = mistakes(logits, labels, splits.label_names, thresholds)
+    worst = np.argsort(-wrong, kind="stable")[: min(MISTAKES, int((wrong > 0).sum()))]
+    ids = getattr(splits, name).ids(worst).tolist()
+    texts = source.texts(config, set(ids))
     measure = "error" if config.problem_type == "regression" else "confidence"
     lines = [
         {
-            "text": texts[int(ids[place])],
+            "text": texts[row_id],
             "label": label,
-            "predicted": guess,
+            "predicted": predicted,
             measure: round(float(wrong[place]), 6),
             "row": int(rows[place]),
         }
-        for place, (label, guess) in zip(worst, map(pair, worst), strict=True)
+        for row_id, place, (label, predicted) in zip(ids, worst, map(pair, worst), strict=True)
     ]
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     write_whole(folder / "mistakes.jsonl", text)
+
+
+def _source(splits: Splits, name: str) -> Any:
+    return splits.sources.get(name) or splits.sources["train"]  # that it was cut off
+
+
+def _labels_and_rows(splits: Splits, name: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Return the labels of a split's samples, and the numbers of their rows in the source, [n]."""
+    split: Split = getattr(splits, name)
+    places = np.arange(len(split), dtype=np.int64)
+    return split.labels(places), _source(splits, name).row_numbers(split.ids(places))

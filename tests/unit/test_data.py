@@ -29,7 +29,7 @@ from accel_ft.data.sources import Source, file_source
 from accel_ft.data.splits import Split, Splits, class_weights, load_eval_split, load_splits
 from accel_ft.data.targets import output_names
 from accel_ft.data.tokenize import TokenStore, cache_folder, token_ids, tokenize
-from accel_ft.engine.evaluation import write_predictions
+from accel_ft.engine.evaluation import write_mistakes, write_predictions
 from accel_ft.errors import ConfigError, DataError
 from accel_ft.model.load import load_tokenizer
 from accel_ft.runtime.launch import make_accelerator
@@ -796,7 +796,8 @@ def test_predictions_name_the_rows_of_the_data_set(tmp_path: Path, tokenizer) ->
     splits = load_splits(config, tokenizer)
     logits = np.tile(np.float32([0, 1]), (len(splits.train), 1))
     logits[:, 1] += np.arange(len(logits)) / 100
-    write_predictions(tmp_path, config, splits, {"train": logits}, None)
+    write_predictions(tmp_path, splits, {"train": logits}, None)
+    write_mistakes(tmp_path, config, splits, "train", logits, None)
     with np.load(tmp_path / "predictions.npz") as saved:
         labels = [splits.label_names[label] for label in saved["labels"]]
         assert labels == [columns["label"][row] for row in saved["rows"]]
