@@ -230,6 +230,11 @@ def test_what_was_saved_before_a_sickness_stays(
     newest = "the newest checkpoint is step_00000012, the newest of other weights step_00000003. "
     assert newest in str(error.value)
     monkeypatch.undo()
+    make_sick(monkeypatch, set(range(2 * 4, 200)))
+    train.main([*words, "--max_steps", "13", "--output_dir", str(tmp_path / "sick")])
+    kept = transaction.list_published(tmp_path / "sick/checkpoints")
+    assert [step for step, _ in kept] == [3, 6, 9, 12, 13]  # nor at the end
+    monkeypatch.undo()
     train.main([*words, "--max_steps", "30", *LATEST])  # the sickness is over
     kept = transaction.list_published(tmp_path / "run/checkpoints")
     assert [step for step, _ in kept] == [27, 30]

@@ -1,5 +1,6 @@
 """A whole run in this process: train, resume, finish, evaluate, predict."""
 
+import csv
 import io
 import json
 import os
@@ -24,7 +25,7 @@ from accel_ft.engine import start
 from accel_ft.engine.build import build
 from accel_ft.errors import CheckpointError, ConfigError, DataError, UserError
 from accel_ft.runtime.watch import Watch
-from accel_ft.settings import parse
+from accel_ft.settings import parse, read_receipt
 
 
 def end_of(run: Path) -> tuple[int, int]:
@@ -42,6 +43,22 @@ def finished(
     run = tmp_path_factory.mktemp("runs") / "uninterrupted"
     train.main(job_words(tiny_model, rows_file, odd_file, run))
     return run
+
+
+def test_mistakes_are_rows_of_the_test_file(finished: Path, odd_file: Path) -> None:
+    lines = (finished / "mistakes.jsonl").read_text().splitlines()
+    rows = list(csv.DictReader(odd_file.read_text().splitlines()))
+    assert lines
+    for each in map(json.loads, lines):
+        assert rows[each["row"]]["text"] == each["text"]
+        assert rows[each["row"]]["label"] == each["label"]
+
+
+def test_rows_of_any_length_by_key(finished: Path, tmp_path: Path) -> None:
+    job = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run")]
+    train.main([*job, "--train_sampling_strategy", "random", "--max_steps", "1"])
+    one, other = (read_receipt(folder) for folder in (finished, tmp_path / "run"))
+    assert one["sample_order_sha256"] != other["sample_order_sha256"]
 
 
 def test_what_a_run_leaves(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

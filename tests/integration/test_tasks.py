@@ -199,6 +199,22 @@ def test_losses_are_those_of_transformers(tiny_model: Path) -> None:
         )
 
 
+def test_only_what_thresholds_decide_is_said_to_be_tuned(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = several(tmp_path / "train.jsonl", 20, 0)
+    words = job(
+        tiny_model, rows, rows, tmp_path / "run", "--problem_type", "multi_label_classification"
+    )
+    for metric, tuned in (("f1_macro", " (thresholds are tuned on them)"), ("roc_auc", "")):
+        more = ["--metric_for_best_model", metric, "--load_best_model_at_end"]
+        train.main([*words, *more, "--max_steps", "1", "--output_dir", str(tmp_path / metric)])
+        told = capsys.readouterr().out
+        assert re.search(
+            rf"^{metric} on the validation rows: [\d.]+{re.escape(tuned)}$", told, re.M
+        )
+
+
 def test_several_labels_resume(tmp_path: Path, tiny_model: Path) -> None:
     rows = several(tmp_path / "train.jsonl", 20, 0)
     words = job(
