@@ -260,10 +260,11 @@ def check_same_run(
     Raises:
         CheckpointError: listing the differences.
     """
-    differences, fields = [], TrainConfig.model_fields
+    differences = []
+    usual = TrainConfig.model_validate({}).model_dump(mode="json")
+    saved = usual | saved  # which may be of when there was no such key yet
     for key, here in identity.items():
-        default = fields[key].default if key in fields else None
-        there = saved.get(key, default)  # there was no such key yet
+        there = saved.get(key)
         can_differ = _can_differ(key, there, here)
         if there == here or (key in allowed and can_differ):
             continue

@@ -356,10 +356,11 @@ class Run:
 
     def prune(self, keep: int | None, best: int | None) -> None:
         """Remove all checkpoints but the newest `keep`, and the best. On rank 0."""
-        if keep is not None:
+        published = transaction.list_published(self.checkpoints)
+        if keep is not None and published:
             # A resume or rollback to the oldest that stays needs what was the best by then; what
             # was since is among those that stay, or the best now.
-            oldest = transaction.list_published(self.checkpoints)[-keep:][0][1]
+            oldest = published[-keep:][0][1]
             protected = () if best is None else (best, state.best_step(oldest))
             transaction.prune(self.checkpoints, keep, protected)
 
