@@ -305,7 +305,7 @@ class TrainConfig(HubConfig, DataConfig):
     ] = "linear"
     """Schedule of the learning rate, by updates."""
     warmup_steps: float = Field(0.06, ge=0)
-    """Updates of linear warm-up; below 1 a share of all updates."""
+    """Updates of linear warm-up, rounded; below 1 a share of all updates."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Clip the global gradient norm to this; 0 for no clipping."""
     class_weights: Weights | Literal["balanced"] | None = None
@@ -471,9 +471,6 @@ class TrainConfig(HubConfig, DataConfig):
             there = [other.name for other in path.parent.glob("*")] + ["latest"]
             words = f"there is no such folder.{nearest(path.name, there)} Allowed: latest|FOLDER"
             yield self._fault(words, "resume_from_checkpoint")
-        if self.warmup_steps > 1 and self.warmup_steps % 1:
-            words = "is no number of updates. Fix: a whole one, or a share below 1"
-            yield self._fault(words, "warmup_steps")
         yield from self._either("freeze", "lora_r")
         if "none" in self.report_to and len(self.report_to) > 1:
             yield self._fault("none, and others. Fix: none alone, or leave it out", "report_to")

@@ -357,9 +357,9 @@ def _checked_ranges(
                 checked(TrainConfig, fixed | {key: value})
         except ConfigError as error:
             faults.append(str(error))
-        except (KeyError, TypeError, ValueError, ArithmeticError):
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             faults.append(
-                f"{key}={values}: no range. Allowed: {{low: A, high: B}}, "
+                f"{key}={values}: no range ({first_line(error)}). Allowed: {{low: A, high: B}}, "
                 "A below B, with log: true or step: S; or a list"
             )
     if not space or faults:

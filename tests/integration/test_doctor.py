@@ -117,7 +117,7 @@ def test_a_model_alone_is_a_job_of_its_own(tmp_path: Path, tiny_model: Path) -> 
     """As `train` takes it, for AG News: the doctor's own rows and model do not stand in for it."""
     code, found = examined(tmp_path, "--model_name_or_path", tiny_model, "--max_seq_length", 32)
     assert (code, found["set-up"]["verdict"]) == (1, "FAIL")
-    assert "dataset_name=fancyzhx/ag_news: the Hub cannot be reached" in found["set-up"]["measured"]
+    assert "dataset_name=fancyzhx/ag_news: HF_HUB_OFFLINE is set" in found["set-up"]["measured"]
 
 
 def test_a_rate_and_labels_as_they_are(tmp_path: Path, tiny_model: Path, rows_file: Path) -> None:

@@ -409,7 +409,6 @@ def test_keys_without_effect_are_told(
         (["--text_pair_column", "text"], "text_column=text: is the column of text_pair_column too"),
         (["--report_to", "html,none"], "report_to=html,none: none, and others"),
         (["--class_weights", "1e300,1"], "class_weights=1e300"),
-        (["--warmup_steps", "1.5"], "warmup_steps=1.5: is no number of updates. Fix: a whole one"),
         (["--allow_changed", "freeze"], "allow_changed=freeze: nothing of that name may differ."),
         (["--allow_changed", "lora_r"], "allow_changed=lora_r: nothing of that name may differ."),
         (["--allow_changed", "lora_target_modules"], "nothing of that name may differ."),
