@@ -1,6 +1,6 @@
 """Label texts from Python with what a run left behind.
 
-python examples/inference.py runs/quickstart
+python examples/inference.py runs/quickstart ["TEXT" ...]
 """
 
 import sys
@@ -12,7 +12,7 @@ from transformers import pipeline
 from accel_ft.checkpoint.open import open_classifier
 
 run = sys.argv[1] if len(sys.argv) > 1 else "runs/quickstart"
-texts = [
+texts = sys.argv[2:] or [
     "Striker's late goal sends the hosts into the final",
     "Central bank holds rates as inflation eases",
 ]
@@ -26,7 +26,8 @@ else:
     opened = open_classifier(run, torch.device("cpu"))
     classifier = pipeline("text-classification", model=opened.model, tokenizer=opened.tokenizer)
 
-# A pipeline does not know at how many tokens the texts were cut.
-predictions = classifier(texts, truncation=True, max_length=128)
+# A pipeline does not know by itself at how many tokens the texts were cut.
+cut = {"truncation": True, "max_length": classifier.model.config.max_seq_length}
+predictions = classifier(texts, **cut)
 for text, prediction in zip(texts, predictions, strict=True):
     print(f"{prediction['label']:10} {prediction['score']:.3f}  {text}")

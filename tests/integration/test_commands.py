@@ -309,6 +309,7 @@ def test_quickstart(tmp_path: Path) -> None:
     assert json.loads(labelled.stdout)["label"] == "Sports"
     shown = run("python", "examples/inference.py", tmp_path / "run").stdout.splitlines()
     assert [line.split()[0] for line in shown] == ["Sports", "Business"]
+    run("python", "examples/inference.py", tmp_path / "run", "long " * 3000)  # is cut
     again = run("python", *words, env=environment)
     assert "is finished: nothing to do" in again.stderr
 

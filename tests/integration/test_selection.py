@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from conftest import LATEST, WORDS, cut_off, events_of, run_hash, stopped_at
 from accel_ft import load_classifier, train
 from accel_ft.config import TrainConfig
 from accel_ft.data.splits import load_splits
+from accel_ft.engine.run import Run
 from accel_ft.errors import CheckpointError, ConfigError, UserError
 from accel_ft.model import load
 
@@ -104,6 +106,10 @@ def test_checkpoints_that_a_kill_has_left_are_pruned(
     assert sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir()) == [
         "step_00000003", "step_00000004",
     ]  # fmt: skip
+
+
+def test_no_checkpoint_is_nothing_to_prune(tmp_path: Path) -> None:
+    Run.prune(SimpleNamespace(checkpoints=tmp_path), 2, 1)
 
 
 def killed() -> None:

@@ -303,7 +303,7 @@ def test_no_repository_is_made_for_what_is_not_there(tmp_path: Path, hub: Hub) -
 
 def test_a_hub_that_is_away_is_no_matter_of_tokens() -> None:
     with pytest.raises(
-        ConfigError, match="cannot be reached: .*offline.*Fix: mend the network"
+        ConfigError, match="cannot be reached: .*offline.* variable. Fix: mend the network"
     ) as told:
         require_repo("me/x", private=False)
     assert "auth login" not in str(told.value)

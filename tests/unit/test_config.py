@@ -435,6 +435,13 @@ def test_what_is_no_path_is_told_in_a_line() -> None:
         checked(TrainConfig, {"train_file": frame})
 
 
+def test_numbers_that_are_none_are_told_in_few_words(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("logging_steps: 0.5\n")  # a share, as the Trainer takes one
+    assert "line 1): is no whole number. Allowed: INT" in fault("--config", str(file))
+    assert "learning_rate=x: is no number. Allowed: FLOAT" in fault("--learning_rate", "x")
+
+
 def test_help_of_what_a_run_decides(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(PredictConfig, ["--help"], "predict")
