@@ -40,9 +40,14 @@ def fit(config: str | Path | None = None, **settings: Any) -> Path:
     Returns:
         The model's folder.
 
+    Signals save the run as the commands' do, but for those that the program has a handler of.
+
     Raises:
         accel_ft.errors.UserError: for what the user can mend.
+        accel_ft.errors.Preempted: a signal asked it to stop.
     """
+    import gc
+
     import torch
 
     from accel_ft.config import TrainConfig
@@ -69,12 +74,14 @@ def fit(config: str | Path | None = None, **settings: Any) -> Path:
             run(job)
     finally:
         _fitting.release()
+        gc.collect()  # a model's parts know each other
     atexit.register(close_process_group)  # not before: another `fit` may follow
     return job.output_dir / "model"
 
 
 def load_classifier(checkpoint: str | Path, **settings: Any) -> Predictor:
-    """Open a run, a checkpoint of any strategy, or any Hugging Face classifier.
+    """Open a run, a checkpoint of any strategy, or any Hugging Face classifier. In float32, or the
+    precision that this process was launched with.
 
     Args:
         checkpoint: as `accel_ft.predict` takes it.
@@ -87,19 +94,17 @@ def load_classifier(checkpoint: str | Path, **settings: Any) -> Predictor:
     Raises:
         accel_ft.errors.UserError: where it cannot be had.
     """
-    from transformers.utils.logging import disable_progress_bar
-
     from accel_ft.config import PredictConfig
     from accel_ft.errors import ConfigError
-    from accel_ft.predict import Predictor
-    from accel_ft.runtime.guest import as_a_guest
-    from accel_ft.runtime.launch import make_accelerator
+    from accel_ft.predict import Predictor, devices
+    from accel_ft.runtime.guest import without_bars
     from accel_ft.settings import checked, run_settings
 
     if unknown := settings.keys() - LOADING:
         raise ConfigError(f"{', '.join(sorted(unknown))}: unknown. Allowed: {', '.join(LOADING)}")
+    if not isinstance(checkpoint, str | Path):
+        raise ConfigError(f"checkpoint={checkpoint}: a folder or a name is wanted")
     settings = settings | {"checkpoint": str(checkpoint), "text": ""}
     config = checked(PredictConfig, settings, run_settings(settings))
-    with as_a_guest():
-        disable_progress_bar()
-        return Predictor(config, make_accelerator())
+    with without_bars():
+        return Predictor(config, devices())

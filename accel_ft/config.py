@@ -222,7 +222,9 @@ class DataConfig(Config):
         yield from super().rules()
         for split, path in self.files.items():
             key = f"{split}_file"
-            if not path.exists():
+            if path.is_symlink() and not path.exists():
+                yield self._fault(f"is a link to {path.readlink()}, which is not there", key)
+            elif not path.exists():
                 siblings = [each.name for each in path.parent.glob("*")]
                 yield self._fault(f"there is no such file.{nearest(path.name, siblings, 0.8)}", key)
             elif not path.is_file():
@@ -241,11 +243,6 @@ class DataConfig(Config):
                 yield self._fault(words, key, "dataset_name")
         for split in ("validation", "test"):
             yield from self._either(f"{split}_file", f"{split}_split_name")
-        named = [self.train_split_name or "train", self.validation_split_name, self.test_split_name]
-        twice = [name for name in named if name is not None and named.count(name) > 1]
-        if twice:
-            fault = f"the split {twice[0]} is to be trained on and measured on, or twice the latter"
-            yield tuple(sorted(SPLIT_KEYS)), f"{', '.join(sorted(SPLIT_KEYS))}: {fault}"
 
 
 class HubConfig(Config):
@@ -440,6 +437,11 @@ class TrainConfig(HubConfig, DataConfig):
     def rules(self) -> Iterator[Fault]:
         """Check the keys against each other."""
         yield from super().rules()
+        named = [self.train_split_name or "train", self.validation_split_name, self.test_split_name]
+        twice = [name for name in named if name is not None and named.count(name) > 1]
+        if twice:
+            fault = f"the split {twice[0]} is to be trained on and measured on, or twice the latter"
+            yield tuple(sorted(SPLIT_KEYS)), f"{', '.join(sorted(SPLIT_KEYS))}: {fault}"
         yield from self._either("global_batch_size", "gradient_accumulation_steps")
         if self.per_device_train_batch_size == "auto":
             yield from self._either("per_device_train_batch_size", "gradient_accumulation_steps")
@@ -597,7 +599,9 @@ class PredictConfig(Config):
         if self.input == "-" and self.input_format == "parquet":
             yield self._fault("standard input cannot be parquet. Fix: a file", "input_format")
         if path is not None and (path.is_dir() or not path.exists()):
-            yield self._fault("there is no such file", "input")
+            yield self._fault(
+                "it is a folder" if path.is_dir() else "there is no such file", "input"
+            )
         if self.text_pair is not None and self.text is None:
             words = "given without text; of a file, text_pair_column"
             yield self._fault(words, "text_pair", "text")

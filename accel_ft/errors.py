@@ -8,6 +8,7 @@ exit code 0     done
 """
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -76,8 +77,10 @@ class RankError(UserError):
     exit_code = 1
 
 
-class Preempted(UserError):
-    """A signal asked the run to stop; its state is saved."""
+class Preempted(Exception):
+    """A signal asked the run to stop; its state is saved. Not a UserError, after which a program
+    may go on with its next run.
+    """
 
     exit_code = EXIT_PREEMPTED
 
@@ -118,12 +121,14 @@ def run_command(main: Callable[[], None]) -> None:
     A fault that every rank meets is printed once: the other ranks hold theirs back for three
     seconds, in which the launcher ends them; a fault of one rank alone is printed by that rank.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may be in other letters
     try:
         main()
         close_process_group()
         if sys.stdout is not None and not sys.stdout.closed:
             _flush_output()
-    except (UserError, OSError) as error:
+    except (UserError, Preempted, OSError) as error:
         if isinstance(error, BrokenPipeError):  # `... | head` closed our standard output
             sys.exit(1)
         preempted = isinstance(error, Preempted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ from accel_ft.settings import parse, read_receipt, run_folder, run_settings
 
 if TYPE_CHECKING:
     from accel_ft.checkpoint.open import Classifier
+
+logger = logging.getLogger("accel_ft.evaluate")  # run with -m, its name is __main__
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -63,6 +66,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     opened.check_tokens(split.store.greatest_id)
     if "max_eval_samples" in typed:  # the run's is for its validation rows
         split.stop = min(split.stop, config.max_eval_samples or split.stop)
+    if is_cut_off and "dataset_name" in typed:
+        its_name = config.train_split_name or "train"
+        logger.warning(
+            "%s: has no %s rows; some of its split %s are measured. All: --test_split_name %s",
+            config.dataset_name, name, its_name, its_name,
+        )  # fmt: skip
     if is_cut_off and run is not None:
         split.warn_if_trained_on(read_receipt(run)["data"]["train"])
     loader = make_eval_loader(

@@ -16,6 +16,7 @@ from codecs import BOM_UTF8
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -29,6 +30,7 @@ from accel_ft.settings import parse, run_settings
 logger = logging.getLogger("accel_ft.predict")  # run with -m, its name is __main__
 
 Text = str | tuple[str, str]  # or a pair of texts
+NAME = re.compile(r"[^\s.!?]*")  # of a column, where a sentence is looked for
 CHUNK_ROWS = 2048  # read, sorted by length, labelled and written at a time: what bounds the memory
 
 
@@ -59,6 +61,43 @@ def main(argv: Sequence[str] | None = None) -> None:
         logger.info("%d texts labelled: %s", count, config.output)
 
 
+@dataclass(frozen=True)
+class Alone:
+    """What a Predictor wants of an Accelerator, for one process: accelerate's own state is that of
+    the whole process, which may train something else, in another precision, at the same time.
+    """
+
+    device: Any
+    precision: str
+    num_processes = 1
+    process_index = 0
+
+    def autocast(self) -> Any:
+        """A context in the precision."""
+        import torch
+
+        kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
+        return nullcontext() if kind is None else torch.autocast(self.device.type, kind)
+
+
+def devices() -> Any:
+    """Return where a Predictor of a program's own computes: on this process's device; in a script
+    that was launched with several ranks, on that of each.
+    """
+    import torch
+
+    from accel_ft.runtime.guest import as_a_guest
+    from accel_ft.runtime.launch import asked_for, make_accelerator
+    from accel_ft.runtime.request import world_size
+
+    if world_size() > 1:
+        with as_a_guest():
+            return make_accelerator()
+    request, on_cpu = asked_for()
+    device = None if on_cpu else torch.accelerator.current_accelerator()
+    return Alone(device or torch.device("cpu"), request.mixed_precision)
+
+
 class Predictor:
     """A loaded classifier that scores texts."""
 
@@ -80,13 +119,9 @@ class Predictor:
         self.transform = transforms[self.classifier.problem_type]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickled, maybe in a new process, which accelerate does not know of yet."""
-        from accel_ft.runtime.guest import as_a_guest
-        from accel_ft.runtime.launch import make_accelerator
-
+        """Unpickled, maybe in a new process, whose devices may be others."""
         self.__dict__.update(state)
-        with as_a_guest():
-            self.accelerator = make_accelerator()
+        self.accelerator = devices()
 
     def check_kind(self, are_pairs: bool) -> None:
         """Refuse single texts of a model of pairs; warn of pairs of one of single texts."""
@@ -165,7 +200,7 @@ class Predictor:
                 logits = forward(self.classifier.model, moved)
                 found[batch] = self.transform(logits.cpu().double()).numpy()
         scores = np.empty((len(texts), found.shape[1]))
-        for share, values in enumerate(gather_object([found])):
+        for share, values in enumerate([found] if num_ranks == 1 else gather_object([found])):
             scores[by_length[share::num_ranks]] = values
         sick = int((~np.isfinite(scores).all(axis=1)).sum())
         if sick:
@@ -203,9 +238,12 @@ def open_rows(config: PredictConfig) -> Iterator[tuple[str, Any, Text]]:
         pair = config.text_pair
         _refuse_halves("text", (config.text, pair or ""))
         return iter([("line", 1, config.text if pair is None else (config.text, pair))])
-    if config.input != "-" and Path(str(config.input)).is_file():
-        deque(_read_rows(config), maxlen=0)  # a fault in its last row, too, is told now
-    rows = _read_rows(config)
+    from accel_ft.data.sources import MAX_FAULTS, sound_rows
+
+    name = "standard input" if config.input == "-" else str(config.input)
+    if config.input != "-" and Path(name).is_file():
+        deque(sound_rows(name, _read_rows(config, name), MAX_FAULTS), maxlen=0)  # told now
+    rows = sound_rows(name, _read_rows(config, name), most=1)
     first = list(islice(rows, 1))
     return chain(first, rows)
 
@@ -217,43 +255,42 @@ def _refuse_halves(name: str, parts: Sequence[str]) -> None:
         raise DataError(f"{name}: has an unpaired surrogate, which is no character")
 
 
-def _read_rows(config: PredictConfig) -> Iterator[tuple[str, Any, Text]]:
-    from accel_ft.data.sources import check_columns, read_records, read_text, used_columns
+def _read_rows(
+    config: PredictConfig, name: str
+) -> Iterator[tuple[tuple[str, Any, Text], str | None]]:
+    """Yield rows as `open_rows` does, each with what is wrong with it."""
+    from accel_ft.data.sources import (
+        check_columns,
+        read_records,
+        read_text,
+        used_columns,
+        whose_columns,
+    )
 
-    path = str(config.input)
+    path, kind = str(config.input), config.input_format
     if path == "-" and sys.stdin is None:
         raise ConfigError("input=-: standard input is closed")
-    kind = (
-        config.input_format
-        if config.input_format != "auto"
-        else _guess_format(path, {config.text_column, "label", "id"})
-    )
+    if kind == "auto":
+        kind = _guess_format(path, config.text_column)
     if kind == "lines":
         config = config.resolved(text_column="text")
-    name = "standard input" if path == "-" else path
-    has_header = kind in ("csv", "tsv", "parquet")
     for place, record in read_records(path, kind, used_columns(config) | {"id"}):
+        kind_of_place, _, number = place.partition(" ")
         if isinstance(record, str):
-            raise DataError(f"{name}: {place}: {record}")
-        check_columns(name if has_header else f"{name}, {place}", record, config)
+            yield (kind_of_place, int(number), ""), f"{place}: {record}"
+            continue
+        check_columns(whose_columns(name, place, kind), record, config)
         text, fault = read_text(record, config.text_column, config.text_pair_column)
-        if fault is not None:
-            raise DataError(f"{name}: {place}: {fault}")
+        row: tuple[str, Any, Text] = (kind_of_place, int(number), text)
         id_column = config.id_column or ("id" if "id" in record else None)
         if id_column is not None:
             value = json.dumps(record[id_column], default=str)
-            yield "id", json.loads(value, parse_constant=lambda _: None), text  # JSON has no NaN
-        else:
-            kind_of_place, _, number = place.partition(" ")
-            yield kind_of_place, int(number), text
+            row = ("id", json.loads(value, parse_constant=lambda _: None), text)  # JSON has no NaN
+        yield row, fault and f"{place}: {fault}"
 
 
-def _guess_format(path: str, columns: set[str]) -> str:
-    """Return the format that a name, or a beginning, stands for.
-
-    Args:
-        columns: of which a table's header has two or more.
-    """
+def _guess_format(path: str, text_column: str) -> Any:
+    """Return the format that a name, or a beginning, stands for."""
     suffix, start = Path(path).suffix.lower().removeprefix("."), b""
     if f".{suffix}" in DATA_FILE_SUFFIXES:
         return suffix
@@ -263,7 +300,7 @@ def _guess_format(path: str, columns: set[str]) -> str:
         start = seen.removeprefix(BOM_UTF8).strip()
         if start == b"[" or (seen and not start):  # what comes after it is on its way
             raise ConfigError("input=-: lines, or JSON? Fix: --input_format lines, or json")
-        if re.match(rb"\[\s*\{", start):
+        if start == b"[]" or re.match(rb"\[\s*\{", start):
             return "json"
         if start[:1] == b"{":
             return "jsonl"
@@ -275,8 +312,11 @@ def _guess_format(path: str, columns: set[str]) -> str:
             f"input={path}: unknown format. Fix: --input_format lines, csv, tsv, json, jsonl or "
             "parquet"
         )
-    header = re.split(r"[,\t]", start.decode(errors="replace").partition("\n")[0])
-    if len(columns.intersection(cell.strip(' \r"') for cell in header)) > 1:
+    cells = re.split(r"[,;|\t]", start.decode(errors="replace").partition("\n")[0])
+    header = [cell.strip(' \r"') for cell in cells]
+    known = {text_column, "label", "id"}.intersection(header)
+    are_names = len(header) > 1 and text_column in header and all(map(NAME.fullmatch, header))
+    if len(known) > 1 or are_names:
         raise ConfigError(
             f"input={path}: begins with a table's header. Fix: --input_format csv, tsv or lines"
         )

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from shlex import quote
 from shutil import which
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         fit(config)
     except Exception as error:
-        if isinstance(error, RankError) or not isinstance(error, UserError):
+        if isinstance(error, RankError) or not isinstance(error, UserError | Preempted):
             error.add_note(DOCTOR)
         raise
 
@@ -67,26 +67,17 @@ def fit(config: TrainConfig) -> None:
     from accel_ft.runtime import trackers
     from accel_ft.runtime.launch import make_training_accelerator
     from accel_ft.runtime.logging import read_events, setup_logging
-    from accel_ft.runtime.watch import Watch
 
     accelerator = make_training_accelerator(
         config.ddp_timeout,
         log_with=trackers.check(config.report_to) or None,
         project_dir=config.output_dir / "trackers",
     )
-    rank, is_main = accelerator.process_index, accelerator.is_main_process
+    is_main = accelerator.is_main_process
     setup_logging(is_main)
     if config.reproduce is not None:
         _check_precision(config, config.reproduce, accelerator.mixed_precision)
-    ranks = config.output_dir / "ranks"
-    try:
-        ranks.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"output_dir={config.output_dir}: {error}") from error
-    with (
-        _own(config, ranks / "lock") if is_main else nullcontext(),
-        Watch(ranks, rank, accelerator.num_processes, config.ddp_timeout, DOCTOR) as watch,
-    ):
+    with _watched(config, accelerator) as watch:
         run = build(config, accelerator, watch)
         config = run.config  # with what was worked out of it
         if config.push_to_hub and is_main:
@@ -121,6 +112,31 @@ def _check_precision(config: TrainConfig, run: Path, now: str) -> None:
             f"reproduce={run}: {key} was {was}, now it is {now}. Fix: "
             f"`accelerate launch --{key} {was}`, or --allow_changed {key}"
         )
+
+
+@contextmanager
+def _watched(config: TrainConfig, accelerator: Any) -> Iterator[Any]:
+    """Lock the run's folder, and watch the ranks. Collective.
+
+    Raises:
+        UserError: it cannot be had; on all ranks.
+    """
+    from accel_ft.runtime.watch import Watch
+
+    ranks, fault = config.output_dir / "ranks", None
+    try:
+        ranks.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output_dir={config.output_dir}: {error}") from error
+    rank, num_ranks = accelerator.process_index, accelerator.num_processes
+    with ExitStack() as stack:
+        if accelerator.is_main_process:
+            try:
+                stack.enter_context(_own(config, ranks / "lock"))
+            except (UserError, OSError) as error:
+                fault = error
+        watch = Watch(ranks, rank, num_ranks, config.ddp_timeout, DOCTOR, fault)
+        yield stack.enter_context(watch)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from accel_ft.errors import CheckpointError
 from accel_ft.model import adapters, load
 from accel_ft.model.first_token import compute_first_token_only
 from accel_ft.runtime.compiled import is_compiled
+from accel_ft.runtime.guest import own_random_numbers
 from accel_ft.runtime.logging import read_events
 
 logger = logging.getLogger(__name__)
@@ -101,9 +102,12 @@ def load_whole(folder: str, config: Any) -> Any:
         of_run = Path(folder, state.TRAINER_STATE).is_file()
         identity = state.read_trainer_state(Path(folder))["identity"] if of_run else {}
         trained = state.read_weights(Path(folder))
-        return adapters.merged(config, lora, trained, identity.get("pretrained"))
-    weights = state.read_weights(Path(folder)) if convert.is_sharded(Path(folder)) else None
-    return load.load_for_inference(folder, config, weights)
+        with own_random_numbers():  # what is replaced is drawn first
+            return adapters.merged(config, lora, trained, identity.get("pretrained"))
+    if not convert.is_sharded(Path(folder)):
+        return load.load_for_inference(folder, config)
+    with own_random_numbers():
+        return load.load_for_inference(folder, config, state.read_weights(Path(folder)))
 
 
 def model_folder(path: str) -> str:

@@ -5,24 +5,24 @@ Local files are read here and not through `datasets`, whose CSV reader turns the
 and '' into None, merges the labels `01` and `1`, and names neither file nor line.
 """
 
-import codecs
 import csv
+import hashlib
 import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from accel_ft.config import SPLITS, Config, DataConfig
 from accel_ft.data.targets import MEANT, canonical, cut, is_encodable
-from accel_ft.errors import ConfigError, DataError, nearest
+from accel_ft.errors import ConfigError, DataError, listed, nearest
 from accel_ft.runtime.files import sha256
 from accel_ft.runtime.hub import fetching
 
@@ -31,9 +31,14 @@ logger = logging.getLogger(__name__)
 Record = tuple[str, dict[str, Any] | str]  # where it stands ("line 7"); columns, or what is wrong
 Text = str | tuple[str, str]  # or a pair of texts
 Row = tuple[str, Text, str]  # where it stands, text, label
+T = TypeVar("T")
 
 COLUMN_KEYS = ("text_column", "text_pair_column", "label_column", "id_column")
 MAX_FAULTS = 10  # there reading ends
+SAVED = ("state.json", "dataset_dict.json")  # of `datasets`' save_to_disk
+COLUMNS_SHOWN = 40
+ABSENT = ("missing", "empty")  # cells
+COMPRESSED = {b"\x1f\x8b": "gzip", b"PK\3\4": "zip, as Excel's", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
 @dataclass(frozen=True)
@@ -76,40 +81,32 @@ class Source:
         Raises:
             DataError: a missing column, at once; faulty rows, after the last row or the tenth.
         """
-        faults: list[str] = []
-        columns_checked = False
-        try:
-            for place, record in self.records():
-                if len(faults) == MAX_FAULTS:
-                    break
-                if isinstance(record, str):
-                    faults.append(f"{place}: {record}")
-                    continue
-                if not columns_checked:
-                    check_columns(self.name, record, config)
-                    columns_checked = True
-                cell = record.get(config.label_column)
-                label = canonical(cell, config, self.label_names)
-                text, fault = read_text(record, config.text_column, config.text_pair_column)
-                if fault is None and label is None:
-                    meant = f", not {MEANT[config.problem_type]}" * (cell not in (None, ""))
-                    fault = f"{config.label_column} is {_show(cell)}{meant}"
-                if fault is not None:
-                    faults.append(f"{place}: {fault}")
-                elif not faults:  # after one, the others are looked for alone
-                    yield place, text, str(label)
-        except DataError as error:  # here reading ends
-            if not faults:
-                raise
-            faults.append(str(error))
-        if faults:
-            count = f"{len(faults)}{' or more' * (len(faults) == MAX_FAULTS)}"
-            raise DataError(
-                f"{self.name}: {count} faulty row{'s' * (len(faults) > 1)}. Fix or remove:\n  "
-                + "\n  ".join(faults)
-            )
-        if not columns_checked:
+        found = False
+        for row in sound_rows(self.name, self._judged(config)):
+            found = True
+            yield row
+        if not found:
             raise DataError(f"{self.name}: has no rows")
+
+    def _judged(self, config: DataConfig) -> Iterator[tuple[Row, str | None]]:
+        """Yield each row, and what is wrong with it."""
+        columns_checked = False
+        kind = suffix_of(self.path) if self.path else ""
+        for place, record in self.records():
+            if isinstance(record, str):
+                yield (place, "", ""), f"{place}: {record}"
+                continue
+            if not columns_checked:
+                check_columns(whose_columns(self.name, place, kind), record, config)
+                columns_checked = True
+            cell = record.get(config.label_column)
+            label = canonical(cell, config, self.label_names)
+            text, fault = read_text(record, config.text_column, config.text_pair_column)
+            if fault is None and label is None:
+                shown = _show(cell)
+                meant = f", not {MEANT[config.problem_type]}" * (shown not in ABSENT)
+                fault = f"{config.label_column} is {shown}{meant}"
+            yield (place, text, str(label)), fault and f"{place}: {fault}"
 
     def texts(self, config: DataConfig, wanted: set[int]) -> dict[int, Text]:
         """Return the texts of some rows by their number, 0 for the first."""
@@ -117,12 +114,51 @@ class Source:
         return {number: text for number, (_, text, _) in enumerate(rows) if number in wanted}
 
 
+def sound_rows(
+    name: str, judged: Iterable[tuple[T, str | None]], most: int = MAX_FAULTS
+) -> Iterator[T]:
+    """Yield rows up to the first faulty one, and look for others.
+
+    Args:
+        name: of the source.
+        judged: rows, and what is wrong with each: None for nothing.
+        most: number of faults at which reading ends.
+
+    Raises:
+        DataError: listing them.
+    """
+    faults: list[str] = []
+    try:
+        for row, fault in judged:
+            if fault is not None:
+                faults.append(fault)
+                if len(faults) == most:
+                    break
+            elif not faults:
+                yield row
+    except DataError as error:  # here reading ends
+        if not faults:
+            raise
+        faults.append(str(error))
+    if faults:
+        count = f"{len(faults)}{' or more' * (len(faults) == most > 1)}"
+        raise DataError(
+            f"{name}: {count} faulty row{'s' * (len(faults) > 1)}. Fix or remove:\n  "
+            + "\n  ".join(faults)
+        )
+
+
 def file_source(path: Path, columns: set[str] | None = None) -> Source:
     """Open a local csv, tsv, json, jsonl or parquet file; its fingerprint is its SHA-256."""
-    suffix, name = path.suffix.lower().removeprefix("."), str(path)
+    suffix, name = suffix_of(path), str(path)
     return Source(
         name, sha256(path), lambda: read_records(name, suffix, columns), path=path.absolute()
     )
+
+
+def suffix_of(path: Path) -> str:
+    """Return the format that a file's name says."""
+    return path.suffix.lower().removeprefix(".")
 
 
 def used_columns(config: Config) -> set[str]:
@@ -159,9 +195,11 @@ def read_records(path: str, file_format: str, columns: set[str] | None = None) -
 
 
 def _text_lines(file: IO[bytes], name: str) -> Iterator[tuple[int, str]]:
-    """Yield (number from 1, line) decoded from UTF-8, a leading byte-order mark left off."""
-    for number, line_bytes in enumerate(file, start=1):
-        raw = line_bytes.removeprefix(codecs.BOM_UTF8) if number == 1 else line_bytes
+    """Yield (number from 1, line) decoded from UTF-8, leading byte-order marks left off."""
+    for number, raw in enumerate(file, start=1):
+        kind = next((kind for start, kind in COMPRESSED.items() if raw.startswith(start)), None)
+        if number == 1 and kind is not None:
+            raise DataError(f"{name}: is compressed ({kind}). Fix: unpack it")
         try:
             line = raw.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -170,8 +208,11 @@ def _text_lines(file: IO[bytes], name: str) -> Iterator[tuple[int, str]]:
                 "UTF-8. Fix: save the file as UTF-8"
             ) from error
         if "\0" in line:
-            raise DataError(f"{name}: line {number}: holds a NUL character. Fix: remove it")
-        yield number, line
+            raise DataError(
+                f"{name}: line {number}: holds a NUL character. Fix: remove it, or save the file "
+                "as UTF-8, if it is UTF-16"
+            )
+        yield number, line.lstrip("\ufeff") if number == 1 else line
 
 
 def _read_delimited(
@@ -228,7 +269,8 @@ def _other_delimiter(columns: Collection[Any]) -> str:
 
 
 def _refuse_twice(name: str, columns: list[str]) -> None:
-    twice = sorted({column for column in columns if columns.count(column) > 1})
+    """Refuse a name of two columns; those without one, of a spreadsheet, are nobody's."""
+    twice = sorted({column for column in columns if column and columns.count(column) > 1})
     if twice:
         raise DataError(f"{name}: column {twice[0]!r} occurs twice")
 
@@ -297,9 +339,10 @@ def hub_sources(config: DataConfig, name: str, needs_train: bool = True) -> dict
     if Path(name).is_file():
         raise ConfigError(f"dataset_name={name}: is a file. Fix: --train_file {name}")
     with fetching("dataset_name", name):
-        is_one = (Path(name) / "state.json").is_file()  # as save_to_disk leaves it
-        if is_one and config.dataset_config_name is None:
-            loaded = {"train": datasets.load_from_disk(name)}
+        is_saved = any((Path(name) / file).is_file() for file in SAVED)
+        if is_saved and config.dataset_config_name is None:
+            loaded = datasets.load_from_disk(name)
+            loaded = {"train": loaded} if isinstance(loaded, datasets.Dataset) else loaded
         else:
             loaded = datasets.load_dataset(name, config.dataset_config_name)
     sources = {}
@@ -345,31 +388,54 @@ def _labelled(rows: Any, label_column: str) -> NDArray[np.int64]:
 
 
 def _hub_source(name: str, rows: Any, labelled: NDArray[np.int64], config: DataConfig) -> Source:
+    used = used_columns(config)  # no sound or picture is decoded
+    chosen = rows.select_columns([name for name in rows.column_names if name in used])
+
     def records() -> Iterator[Record]:
         check_columns(name, dict.fromkeys(rows.column_names), config)
-        named = (config.text_column, config.text_pair_column, config.label_column)
-        columns = list(dict.fromkeys(filter(None, named)))  # no sound or picture is decoded
         numbers = iter(labelled)
-        for batch in rows.select_columns(columns).select(labelled).iter(batch_size=1000):
+        for batch in chosen.select(labelled).iter(batch_size=1000):
             for values in zip(*batch.values(), strict=True):
                 yield f"row {next(numbers)}", dict(zip(batch, values, strict=True))
 
     feature = rows.features.get(config.label_column)
     names = getattr(getattr(feature, "feature", feature), "names", None)  # of a list's elements
     label_names = tuple(names) if names else None
-    return Source(name, f"{name} {rows._fingerprint}", records, label_names, numbers=labelled)
+    return Source(name, _content_hash(chosen), records, label_names, numbers=labelled)
 
 
-def check_columns(name: str, record: dict[str, Any], config: Config) -> None:
+def _content_hash(rows: Any) -> str:
+    """SHA-256 of the cells: `datasets`' own fingerprint is that of the code that made them, and the
+    same after the code was run on other files.
+    """
+    import pyarrow
+
+    digest = hashlib.sha256()
+    for batch in rows.with_format("arrow").iter(batch_size=10_000):
+        sink = pyarrow.BufferOutputStream()  # but for how the rows are spread over files
+        schema = batch.schema.remove_metadata()
+        with pyarrow.ipc.new_stream(sink, schema) as stream:
+            stream.write_table(batch.replace_schema_metadata().combine_chunks())
+        digest.update(sink.getvalue())
+    return digest.hexdigest()
+
+
+def whose_columns(name: str, place: str, file_format: str) -> str:
+    """What to name where columns are missing: a json's rows have their own, others their file's."""
+    return f"{name}, {place}" if file_format in ("json", "jsonl") else name
+
+
+def check_columns(where: str, record: dict[str, Any], config: Config) -> None:
     """Check a row for the columns that the keys of a command name.
 
     Raises:
-        DataError: naming those that it lacks.
+        DataError: naming those that it lacks, in what `where` names.
     """
     wanted = {key: getattr(config, key, None) for key in COLUMN_KEYS}
+    names = [cut(str(column)) for column in record]
     faults = [
-        f"{key}={column}: no such column in {name}.{nearest(column, record)} "
-        f"Allowed: {', '.join(map(str, record))}"
+        f"{key}={column}: no such column in {where}.{nearest(column, names)} "
+        f"Allowed: {listed(names, COLUMNS_SHOWN)}"
         for key, column in wanted.items()
         if column is not None and column not in record
     ]
@@ -386,13 +452,13 @@ def check_first_rows(config: DataConfig) -> None:
     """
     faults = []
     for path in config.files.values():
-        suffix = path.suffix.lower().removeprefix(".")
+        suffix = suffix_of(path)
         if suffix == "json":  # it has no first row before all of it is read
             continue
         try:
-            first = next(read_records(str(path), suffix, used_columns(config)), ("", ""))[1]
+            place, first = next(read_records(str(path), suffix, used_columns(config)), ("", ""))
             if isinstance(first, dict):
-                check_columns(str(path), first, config)
+                check_columns(whose_columns(str(path), place, suffix), first, config)
         except DataError as error:
             faults.append(str(error))
     if faults:
@@ -414,6 +480,6 @@ def read_text(record: dict[str, Any], column: str, pair: str | None) -> tuple[Te
 
 def _show(value: Any) -> str:
     """A value as messages show it, cut short."""
-    return cut(
-        "missing" if value is None else "empty" if value == "" else json.dumps(value, default=str)
-    )
+    if isinstance(value, str) and not value.strip():
+        return ABSENT[1]
+    return ABSENT[0] if value is None else cut(json.dumps(value, default=str))

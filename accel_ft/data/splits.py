@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from unicodedata import normalize
+from unicodedata import category, normalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -311,8 +311,8 @@ def _warn_of_separators(targets: NDArray[np.bool_], names: list[str], separator:
 
 
 def _warn_of_look_alikes(names: list[str]) -> None:
-    """Warn of labels that differ in case or spaces only, probably one label, and of numbers with
-    fractions, probably no labels.
+    """Warn of labels that differ in case, spaces, signs that nobody sees or a `.0` only, probably
+    one label, and of numbers with fractions, probably no labels.
     """
     if are_amounts(names):
         logger.warning(
@@ -326,7 +326,9 @@ def _warn_of_look_alikes(names: list[str]) -> None:
         )  # fmt: skip
     seen: dict[str, str] = {}
     for name in names:
-        twin = seen.setdefault(" ".join(normalize("NFKC", name).casefold().split()), name)
+        number = name.removesuffix(".0") if WHOLE.fullmatch(name) else name
+        shown = "".join(sign for sign in normalize("NFKC", number) if category(sign) != "Cf")
+        twin = seen.setdefault(" ".join(shown.casefold().split()), name)
         if twin != name:
             logger.warning("the labels %r and %r are two; are they meant to be one?", twin, name)
 

@@ -130,7 +130,7 @@ def _label(value: Any, names: tuple[str, ...] | None) -> str | None:
         return names[value] if 0 <= value < len(names) else None
     if isinstance(value, int):
         return str(value)
-    return value if isinstance(value, str) and value != "" and is_encodable(value) else None
+    return value if isinstance(value, str) and value.strip() and is_encodable(value) else None
 
 
 def is_encodable(text: str) -> bool:

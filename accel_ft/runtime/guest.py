@@ -3,6 +3,7 @@
 import contextlib
 import random
 from collections.abc import Iterator
+from logging import getLogger
 
 import numpy as np
 import torch
@@ -27,15 +28,30 @@ def own_random_numbers() -> Iterator[None]:
 @contextlib.contextmanager
 def as_a_guest() -> Iterator[None]:
     """Leave to the caller's process what is its own: random numbers, whether gradients are made, an
-    Accelerator's accumulation steps, which another one replaces, and what transformers tells.
+    Accelerator's accumulation steps, which another one replaces, how accel_ft's messages go, and
+    what transformers tells. No other thread may train, or draw, meanwhile.
     """
-    gradients, bars = GradientState(), logging.is_progress_bar_enabled()
+    gradients, ours = GradientState(), getLogger("accel_ft")
     steps, verbosity = gradients.plugin_kwargs, logging.get_verbosity()
+    handlers, level, propagate = ours.handlers, ours.level, ours.propagate
     try:
-        with own_random_numbers(), torch.inference_mode(False):  # which has gradients on, too
+        with own_random_numbers(), without_bars():
             yield
     finally:
         gradients.plugin_kwargs = steps or gradients.plugin_kwargs
         logging.set_verbosity(verbosity)
+        ours.handlers, ours.propagate = handlers, propagate
+        ours.setLevel(level)
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Load models without transformers' progress bars, and as one that can be trained."""
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with torch.inference_mode(False):  # which has gradients on, too
+            yield
+    finally:
         if bars:
             logging.enable_progress_bar()

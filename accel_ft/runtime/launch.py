@@ -41,8 +41,25 @@ LAUNCHER_GONE = "the launcher ended before this rank had started"
 QUIET_SECONDS = 20.0  # after which a rank that waits for others says so
 
 
+def asked_for() -> tuple[Request, bool]:
+    """Return what was asked for, and whether it is on the CPU, which keeps the memory it frees.
+
+    Raises:
+        LaunchError: it cannot be had.
+    """
+    try:
+        request = read_request()
+    except ValueError as error:
+        raise LaunchError(f"{ENVIRONMENT}: accelerate cannot start: {error}") from error
+    on_cpu = bool(request.use_cpu) or not torch.accelerator.is_available()
+    if on_cpu:
+        keep_freed_memory()
+    refuse_impossible(request, on_cpu)
+    return request, on_cpu
+
+
 def make_accelerator(**kwargs: Any) -> Accelerator:
-    """Build the `Accelerator` that was asked for; on a CPU the process keeps the memory it frees.
+    """Build the `Accelerator` that was asked for.
 
     Args:
         kwargs: passed to `Accelerator`.
@@ -51,16 +68,9 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
         LaunchError: where it cannot be had, with what was asked, what was found and how to mend it.
     """
     give_groups_one_worker()
-    try:
-        request = read_request()
-    except ValueError as error:
-        raise LaunchError(f"{ENVIRONMENT}: accelerate cannot start: {error}") from error
+    request, on_cpu = asked_for()
     if request.use_cpu:  # FSDP2 and barriers would take the GPUs all the same
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    on_cpu = bool(request.use_cpu) or not torch.accelerator.is_available()
-    if on_cpu:
-        keep_freed_memory()
-    refuse_impossible(request, on_cpu)
     # Evaluation and prediction wait for a slow rank, or for what comes on standard input.
     kwargs.setdefault("kwargs_handlers", [InitProcessGroupKwargs(timeout=timedelta(days=1))])
     data = DataLoaderConfiguration(non_blocking=True)

@@ -76,10 +76,20 @@ class Watch:
         rank, num_ranks: of this process.
         limit_seconds: after which a rank that is stopped counts as lost.
         advice: told where another rank was lost.
+        fault: why this rank cannot begin.
+
+    Raises:
+        Exception: the fault, on all ranks: a program may go on after it.
     """
 
     def __init__(
-        self, folder: Path, rank: int, num_ranks: int, limit_seconds: float, advice: str = ""
+        self,
+        folder: Path,
+        rank: int,
+        num_ranks: int,
+        limit_seconds: float,
+        advice: str = "",
+        fault: Exception | None = None,
     ) -> None:
         self.folder, self.rank, self.num_ranks, self.advice = folder, rank, num_ranks, advice
         self.limit = limit_seconds
@@ -102,6 +112,9 @@ class Watch:
             self._group = new_host_group(timedelta(seconds=limit_seconds))
         # By it, a heartbeat is known for one of this run, not of an earlier one.
         self._beat["run"] = self.all_gather(secrets.token_hex(8))[0]
+        for error in self.all_gather(fault):
+            if error is not None:
+                raise error
         if num_ranks > 1:
             self._check_shared()
 
@@ -178,16 +191,19 @@ class Watch:
         path = self.folder / f"rank_{self.rank:05d}.log"
         self._log = path.open("a", encoding="utf-8", errors="backslashreplace")  # of file names
         print(f"started {time.strftime('%F %T')}, pid {os.getpid()}", file=self._log, flush=True)
-        self._faulthandler_was_on = faulthandler.is_enabled()
-        faulthandler.enable(self._log)
+        self._dumps_crash = not faulthandler.is_enabled()  # else to where the program wants it
+        if self._dumps_crash:
+            faulthandler.enable(self._log)
         self._wake_end, self._wake = socket.socketpair()
         self._wake.setblocking(False)
-        self._old_handlers = {}
+        self._old_handlers, self._old_wakeup = {}, -1
         if threading.current_thread() is threading.main_thread():
             # torchrun ends at its terminal's end in spite of `nohup`, and its ranks with it.
             spared = () if "TORCHELASTIC_RUN_ID" in os.environ else (signal.SIGHUP, signal.SIG_IGN)
             for number in STOP_SIGNALS:
-                if (number, signal.getsignal(number)) == spared:
+                handler = signal.getsignal(number)
+                is_anothers = callable(handler) and handler is not signal.default_int_handler
+                if (number, handler) == spared or is_anothers:
                     continue
                 self._old_handlers[number] = signal.signal(number, self._interrupt)
                 signal.siginterrupt(number, False)
@@ -221,14 +237,12 @@ class Watch:
         self._thread.join()
         ended = error is None or isinstance(error, Preempted) or self._interrupted
         self._write_beat(ended=ended)
-        if self._old_handlers:
+        if threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(self._old_wakeup)
             for number, handler in self._old_handlers.items():
                 signal.signal(number, handler)
-        faulthandler.disable()
-        if self._faulthandler_was_on:
-            with contextlib.suppress(OSError, ValueError):
-                faulthandler.enable()
+        if self._dumps_crash:
+            faulthandler.disable()
         for file in (self._log, self._wake, self._wake_end):
             file.close()
         if lost is not None:
@@ -246,8 +260,10 @@ class Watch:
             for number in self._wake_end.recv(64) if ready else b"":
                 if number == 0:
                     return
-                if number in STOP_SIGNALS:
+                if number in self._old_handlers:
                     self._on_signal(number)
+                elif self._old_wakeup >= 0:  # the program's, which learns of it as it would
+                    os.write(self._old_wakeup, bytes([number]))
             if self._launcher not in (None, os.getppid()) and not self.stop_signal:
                 self._on_signal(signal.SIGTERM, "the launcher is gone")
             now = time.monotonic()

@@ -168,6 +168,7 @@ def test_faults_end_with_one_message(
             "is a file of rows",
         ),
         ("predict", ["--checkpoint", "TINY", "--input", "no.csv"], "there is no such file"),
+        ("predict", ["--checkpoint", "TINY", "--input", "."], "input=.: it is a folder"),
         (
             "predict",
             ["--checkpoint", "TINY", "--text", "a", "--output", "no/a.jsonl"],
@@ -441,7 +442,7 @@ def test_ids_that_are_no_numbers(tmp_path: Path, tiny_model: Path, capsys: Any) 
 def test_standard_streams_that_are_closed(rows_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(ConfigError, match="input=-: standard input is closed"):
-        next(predict._read_rows(predict.PredictConfig(checkpoint="x", input="-")))
+        next(predict.open_rows(predict.PredictConfig(checkpoint="x", input="-")))
     monkeypatch.setattr(sys, "stdout", None)
     with (
         pytest.raises(ConfigError, match="output=-: standard output is closed"),
@@ -467,7 +468,9 @@ def test_output_through_a_link_into_a_folder_of_somebody_else(
     assert file.read_text() == "new"
 
 
-@pytest.mark.parametrize(("first", "kind"), [(b'{"text": "a"}', "jsonl"), (b"a goal", "lines")])
+@pytest.mark.parametrize(
+    ("first", "kind"), [(b'{"text": "a"}', "jsonl"), (b"[]", "json"), (b"a goal", "lines")]
+)
 def test_what_standard_input_begins_with(
     first: bytes, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -476,7 +479,7 @@ def test_what_standard_input_begins_with(
     def heard(chunk: bytes) -> str:
         stream = SimpleNamespace(buffer=io.BufferedReader(io.BytesIO(chunk)))
         monkeypatch.setattr(sys, "stdin", stream)
-        return predict._guess_format("-", {"text", "label"})
+        return predict._guess_format("-", "text")
 
     assert heard(b"\n" + first) == kind
     with pytest.raises(ConfigError, match="input=-: lines, or JSON"):
@@ -494,17 +497,19 @@ def test_a_table_is_no_plain_lines(
         file.write_bytes(content)
         stream = SimpleNamespace(buffer=io.BufferedReader(io.BytesIO(content)))
         monkeypatch.setattr(sys, "stdin", stream)
-        return predict._guess_format("-" if place == "-" else str(file), {"text", "label"})
+        return predict._guess_format("-" if place == "-" else str(file), "text")
 
-    for header in (b'\xef\xbb\xbf"text",label\n', b"label\ttext\r\n"):
+    headers = [b'\xef\xbb\xbf"text",label\n', b"label\ttext\r\n", b"uid,text\n", b"uid;text;more\n"]
+    for header in headers:
         with pytest.raises(ConfigError, match="a table's header. Fix: --input_format csv, tsv or"):
             kind_of(header + b"a goal,1\n")
-    assert kind_of(b"text\n") == kind_of(b"text, a goal of it\ntext,label\n") == "lines"
+    for line in (b"text\n", b"text, a goal of it\ntext,label\n", b"text, again.\n", b"id;more\n"):
+        assert kind_of(line) == "lines"
 
 
 def test_a_pipe_is_read_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rows.txt")
-    assert predict._guess_format(str(tmp_path / "rows.txt"), {"text", "label"}) == "lines"
+    assert predict._guess_format(str(tmp_path / "rows.txt"), "text") == "lines"
 
 
 def test_small_values_of_a_regression_are_kept() -> None:

@@ -993,7 +993,8 @@ def test_a_launcher_killed_while_its_rank_loads_libraries(words: list[str], tmp_
     )
     deadline, ranks = time.monotonic() + 60, []
 
-    def loads(rank: psutil.Process) -> bool:  # until exec, it has the launcher's words and libraries
+    def loads(rank: psutil.Process) -> bool:
+        # Until its exec it has the launcher's words and libraries.
         is_rank = "accelerate.commands.launch" not in rank.cmdline()
         return is_rank and any("libtorch" in each.path for each in rank.memory_maps())
 

@@ -45,6 +45,30 @@ def finished(
     return run
 
 
+def test_all_of_a_data_set_that_was_held_back(
+    finished: Path,
+    rows_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its only split is called train, but nobody trains on it here."""
+    import datasets
+
+    from accel_ft import evaluate
+
+    rows = datasets.Dataset.from_csv(str(rows_file), cache_dir=str(tmp_path / "cache"))
+    rows.save_to_disk(tmp_path / "held")
+    words = ["--checkpoint", str(finished), "--dataset_name", str(tmp_path / "held")]
+    words += ["--train_file", "none", "--validation_file", "none", "--test_file", "none"]
+    with caplog.at_level("WARNING", logger="accel_ft"):
+        evaluate.main(words)
+    assert json.loads(capsys.readouterr().out)["num_samples"] < len(rows)
+    assert "some of its split train are measured. All: --test_split_name train" in caplog.text
+    evaluate.main([*words, "--test_split_name", "train"])
+    assert json.loads(capsys.readouterr().out)["num_samples"] == len(rows)
+
+
 def test_mistakes_are_rows_of_the_test_file(finished: Path, odd_file: Path) -> None:
     lines = (finished / "mistakes.jsonl").read_text().splitlines()
     rows = list(csv.DictReader(odd_file.read_text().splitlines()))

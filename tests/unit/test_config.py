@@ -165,6 +165,11 @@ def test_rules_between_keys(tmp_path: Path) -> None:
         ["--test_split_name", "a", "--validation_split_name", "a"],
     ):
         assert "is to be trained on and measured on" in fault("--dataset_name", "x", *words)
+    words = ["--checkpoint", "m", "--dataset_name", "x", "--test_split_name", "train"]
+    parse(EvaluateConfig, words, "evaluate")  # which trains on nothing
+    (tmp_path / "link.csv").symlink_to("gone.csv")
+    told = "link.csv: is a link to gone.csv, which is not there"
+    assert told in fault("--train_file", str(tmp_path / "link.csv"))
     assert "without training rows" in fault("--test_file", str(rows))
     (tmp_path / "rows.xls").touch()
     assert "unknown format. Allowed: .csv" in fault("--train_file", str(tmp_path / "rows.xls"))

@@ -586,12 +586,15 @@ def test_labels_that_look_alike_are_told(
     tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "a.jsonl"
-    labels = ("Sports", "sports ", "caf\u00e9", "cafe\u0301", "b")
+    labels = ("Sports", "sports ", "caf\u00e9", "cafe\u0301", "b", "b\u200b", "1", "1.0", "01")
     lines = [json.dumps({"text": "the a", "label": label}) for label in labels]
     file.write_text("\n".join(lines))
     with caplog.at_level("WARNING"):
         load_splits(TrainConfig(train_file=file, validation_file=file), tokenizer)
     assert "'Sports' and 'sports '" in caplog.text
+    assert "'b' and 'b\\u200b'" in caplog.text
+    assert "'1' and '1.0'" in caplog.text
+    assert caplog.text.count("are two; are they meant") == 4
     assert (
         "'caf\u00e9' and 'cafe\u0301'" in caplog.text
         or "'cafe\u0301' and 'caf\u00e9'" in caplog.text

@@ -59,6 +59,7 @@ def test_every_format_reads_the_same(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(objects), tmp_path / "rows.parquet")
     files = [
         write(tmp_path, "rows.csv", '\ufefftext,label\r\n"a, b",0\r\n\r\nc\td,1\r\n'),
+        write(tmp_path, "two.csv", '\ufeff\ufefftext,label,,\n"a, b",0,,\nc\td,1,,x\n'),
         write(tmp_path, "rows.tsv", 'text\tlabel\na, b\t0\n"c\td"\t1\n'),
         write(tmp_path, "rows.jsonl", "\n\n".join(map(json.dumps, objects))),
         write(tmp_path, "rows.json", json.dumps(objects)),
@@ -77,7 +78,15 @@ def test_every_format_reads_the_same(tmp_path: Path) -> None:
         ("a.csv", "text,label\nx,1\ny,1,2\nz\n", "2 faulty rows. Fix or remove:\n  line 3: 3 fields, where the header has 2\n  line 4: 1 field"),
         ("a.csv", 'text,label\nx,1\n"y,1\nz,2\n', "line 3: the row that starts here: .*; close or double its quotes"),
         ("a.csv", "text,label\nx,\n", "line 2: label is empty$"),
+        ("a.csv", "text,label\nx, \ny,\u00a0\n", "line 2: label is empty\n  line 3: label is empty$"),
         ("a.csv", "text,text\nx,1\n", "column 'text' occurs twice"),
+        ("a.csv", b"\x1f\x8b\x08\0", r"a.csv: is compressed \(gzip\). Fix: unpack it"),
+        ("a.csv", b"PK\x03\x04\0", r"a.csv: is compressed \(zip, as Excel's\)"),
+        ("a.csv", "text,label\n".encode("utf-16-le"), "a NUL character. Fix: .* as UTF-8, if it is UTF-16"),
+        ("a.csv", b"\xef\xbb\xbf\xff,label\n", r"line 1: byte 4 \(0xff\) is not UTF-8"),
+        ("a.csv", "x" * 50_000 + ",label\nx,1\n", "no such column in .* Allowed: x{37}..., label$"),
+        ("a.csv", ",".join(f"n{n}" for n in range(99)) + "\n" + "," * 98 + "\n", "n39, and 59 more\n"),
+        ("a.jsonl", '{"text": "x"}\n{"text": "x", "label": 1}', "label_column=label: no such column in .*a.jsonl, line 1. "),
         ("a.csv", b"text,label\nx,1\ncaf\xe9,1\n", r"line 3: byte 4 \(0xe9\) is not UTF-8"),
         ("a.csv", b"text,label\nx\0y,1\n", "line 2: holds a NUL"),
         ("a.csv", "text,label\n".encode("utf-16"), "line 1: byte 1 .* is not UTF-8"),
@@ -217,6 +226,47 @@ def test_one_data_set_from_save_to_disk(tmp_path: Path) -> None:
     found = hub_sources(config, str(config.dataset_name))
     assert list(found) == ["train"]
     assert list(found["train"].rows(config)) == [("row 0", "a", "x")]
+
+
+def test_what_save_to_disk_left_is_what_it_saved(tmp_path: Path) -> None:
+    """Beside it lie caches of `map`, and shards of an earlier save; its splits have any names."""
+    import datasets
+
+    def rows(*texts: str) -> datasets.Dataset:
+        return datasets.Dataset.from_dict({"text": texts, "label": ["x"] * len(texts)})
+
+    splits = {"train": rows("a", "b", "c", "d"), "train_old": rows("e"), "holdout": rows("f")}
+    folder = tmp_path / "saved"
+    datasets.DatasetDict(splits).save_to_disk(
+        folder, num_shards=dict.fromkeys(splits, 1) | {"train": 3}
+    )
+    splits["train"] = rows("g", "h")
+    datasets.DatasetDict(splits).save_to_disk(folder)
+    datasets.load_from_disk(folder).map(lambda row: {"text": row["text"] * 2})
+    assert len(list(folder.glob("train/*.arrow"))) > 2  # stale, and a cache
+    config = DataConfig(dataset_name=str(folder), test_split_name="holdout")
+    found = hub_sources(config, str(folder))
+    texts = {name: [text for _, text, _ in each.rows(config)] for name, each in found.items()}
+    assert texts == {"train": ["g", "h"], "test": ["f"]}
+
+
+def test_a_data_set_is_known_by_its_content(tmp_path: Path) -> None:
+    """`datasets` knows it by the code that made it, which may have read other files since."""
+    import datasets
+
+    def fingerprint(name: str, *texts: str, shards: int = 1, extra: int = 0) -> str:
+        columns = {"text": texts, "label": ["x"] * len(texts), "extra": [extra] * len(texts)}
+        rows = datasets.Dataset.from_dict(columns)
+        rows._fingerprint = "of_the_code"
+        rows.save_to_disk(tmp_path / name, num_shards=shards)
+        source = hub_sources(DataConfig(), str(tmp_path / name))["train"]
+        assert len(source.fingerprint) == 64
+        return source.fingerprint
+
+    first = fingerprint("first", "a", "b", "c")
+    assert fingerprint("elsewhere", "a", "b", "c", shards=2, extra=1) == first
+    assert fingerprint("other", "a", "b", "d") != first
+    assert fingerprint("fewer", "a", "b") != first
 
 
 def test_numbers_whose_squares_fit(tmp_path: Path) -> None:
