@@ -3,7 +3,6 @@ another learning rate, or other rows, replicas would part without a word.
 """
 
 import hashlib
-import os
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from accelerate import Accelerator
 
 from accel_ft.config import FILE_KEYS, HUB_KEYS, TrainConfig
 from accel_ft.errors import ConfigError, DataError, listed
-from accel_ft.runtime.receipt import about_strategy
+from accel_ft.runtime.receipt import about_strategy, strategy_settings
 from accel_ft.runtime.watch import Watch
 
 PACKAGE = Path(__file__).parents[1]
@@ -22,7 +21,6 @@ OF_ONE_MACHINE = FILE_KEYS | HUB_KEYS | {
     "dataloader_num_workers", "report_to",
 }  # fmt: skip
 COMPUTE = ("torch", "accelerate", "transformers", "numpy")  # libraries that make the numbers
-STRATEGY_VARIABLES = ("FSDP_", "ACCELERATE_DYNAMO_")
 
 
 def refuse_other_jobs(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> None:
@@ -33,8 +31,7 @@ def refuse_other_jobs(config: TrainConfig, accelerator: Accelerator, watch: Watc
         ConfigError: naming what differs, and where.
     """
     job = config.model_dump(mode="json", exclude=OF_ONE_MACHINE) | about_strategy(accelerator)
-    job |= {key: value for key, value in os.environ.items() if key.startswith(STRATEGY_VARIABLES)}
-    job |= {name: version(name) for name in COMPUTE}
+    job |= strategy_settings() | {name: version(name) for name in COMPUTE}
     resumed = config.resume_from_checkpoint
     job["resume_from_checkpoint"] = resumed if resumed in (None, "latest") else "a folder"
     code = b"".join(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py")))

@@ -29,7 +29,7 @@ def compiles_layers() -> bool:
 
 def can_record_compiled() -> bool:
     """Return whether what is compiled as asked for, if anything, can be part of a CUDA graph."""
-    return not is_compiled() or (_dynamo()[0] == "INDUCTOR" and not _records_itself())
+    return not is_compiled() or (dynamo_settings()[0] == "INDUCTOR" and not _records_itself())
 
 
 def refuse_cuda_graphs(device: torch.device) -> None:
@@ -40,7 +40,7 @@ def refuse_cuda_graphs(device: torch.device) -> None:
         LaunchError: it is asked for.
     """
     if is_compiled() and device.type == "cuda" and _records_itself():
-        backend, mode = _dynamo()
+        backend, mode = dynamo_settings()
         raise LaunchError(
             f"dynamo_backend: {backend}, dynamo_mode: {mode}, whose CUDA graphs overwrite "
             "gradients that add up over several micro-batches. Fix: inductor in dynamo_mode "
@@ -51,12 +51,12 @@ def refuse_cuda_graphs(device: torch.device) -> None:
 
 def _records_itself() -> bool:
     """Return whether the compiler that is asked for records CUDA graphs."""
-    backend, mode = _dynamo()
+    backend, mode = dynamo_settings()
     are_on = os.environ.get("TORCHINDUCTOR_CUDAGRAPHS") == "1"  # as inductor reads it
     return are_on or backend == "CUDAGRAPHS" or mode in ("reduce-overhead", "max-autotune")
 
 
-def _dynamo() -> tuple[str, str]:
+def dynamo_settings() -> tuple[str, str]:
     """Return the backend and mode that are asked for."""
     backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").upper()
     return backend, os.environ.get("ACCELERATE_DYNAMO_MODE", "default")
@@ -65,7 +65,16 @@ def _dynamo() -> tuple[str, str]:
 def configure(mixed_precision: str) -> None:
     """Set dynamo and inductor up, once accelerate has: a function that is compiled too often is an
     error, and float32 stays float32.
+
+    Raises:
+        LaunchError: torch has no such backend.
     """
+    backend = dynamo_settings()[0]
+    if backend.lower() not in torch._dynamo.list_backends(()):
+        allowed = ", ".join(torch._dynamo.list_backends())
+        raise LaunchError(
+            f"dynamo_backend: {backend}: torch has none of that name here. Allowed: {allowed}"
+        )
     torch._dynamo.config.recompile_limit = COMPILATIONS
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # not on in eager mode, unsaid
     if not compiles_each_width():

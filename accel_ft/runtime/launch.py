@@ -54,7 +54,10 @@ def asked_for() -> tuple[Request, bool]:
     on_cpu = bool(request.use_cpu) or not torch.accelerator.is_available()
     if on_cpu:
         keep_freed_memory()
-    refuse_impossible(request, on_cpu)
+    try:
+        refuse_impossible(request, on_cpu)
+    except ValueError as error:
+        raise LaunchError(f"{request.source}: accelerate cannot start: {error}") from error
     return request, on_cpu
 
 
@@ -77,8 +80,12 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
     try:
         with _meeting():
             accelerator = Accelerator(cpu=on_cpu, dataloader_config=data, **kwargs)
-    except ValueError as error:  # of what stands in the environment
-        raise LaunchError(f"{request.source}: accelerate cannot start: {error}") from error
+        is_fsdp = accelerator.distributed_type == DistributedType.FSDP
+        if request.distributed_type == "FSDP" and (on_cpu or is_fsdp):
+            fsdp.make_real(accelerator)
+    except (ValueError, KeyError) as error:  # of what stands in the environment
+        why = f"there is no {error}" if isinstance(error, KeyError) else error
+        raise LaunchError(f"{request.source}: accelerate cannot start: {why}") from error
     except RuntimeError as error:
         is_device = isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError)
         if is_device or world_size() == 1:
@@ -96,9 +103,6 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
         torch.backends.cudnn.allow_tf32 = False  # of convolutions; torch has it on by itself
     if is_compiled():
         configure(accelerator.mixed_precision)
-    is_fsdp = accelerator.distributed_type == DistributedType.FSDP
-    if request.distributed_type == "FSDP" and (on_cpu or is_fsdp):
-        fsdp.make_real(accelerator)
     # For `check_granted`: the YAML may be edited for the next job meanwhile.
     accelerator.asked = request
     asked = request.num_processes

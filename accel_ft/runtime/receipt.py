@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import platform
 import subprocess
 from datetime import UTC, datetime
@@ -20,6 +21,7 @@ from accel_ft.runtime.logging import warned
 from accel_ft.runtime.memory import malloc_in_use
 from accel_ft.settings import read_receipt
 
+OF_STRATEGY = ("FSDP_", "ACCELERATE_DYNAMO_")
 PACKAGES = (
     "torch", "accelerate", "transformers", "tokenizers", "datasets", "evaluate", "safetensors",
     "numpy", "peft",
@@ -37,7 +39,8 @@ def write_receipt(path: Path, accelerator: Accelerator, about_run: dict[str, Any
     with contextlib.suppress(ConfigError):
         if about_run["step"] > 0:
             starts = read_receipt(path.parent)["starts"]
-    strategy, machine = about_strategy(accelerator), about_machine(accelerator.device)
+    strategy = about_strategy(accelerator) | {"settings": strategy_settings()}
+    machine = about_machine(accelerator.device)
     program = about_program()
     now = datetime.now(UTC).isoformat(timespec="seconds")
     begun = {"time": now, "step": about_run["step"], "num_steps": about_run["num_steps"]}
@@ -63,6 +66,11 @@ def about_strategy(accelerator: Accelerator) -> dict[str, Any]:
         "mixed_precision": accelerator.mixed_precision,
         "compile": accelerator.state.dynamo_plugin.backend.value,
     }
+
+
+def strategy_settings() -> dict[str, str]:
+    """Return the variables in which accelerate hands a strategy's settings on."""
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(OF_STRATEGY)}
 
 
 def about_machine(device: torch.device) -> dict[str, Any]:

@@ -8,7 +8,7 @@ launcher's own command line.
 
 import contextlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,23 @@ from accelerate.utils import parse_flag_from_env
 
 from accel_ft import errors
 from accel_ft.errors import LaunchError, nearest
-from accel_ft.runtime.compiled import compiles_layers, is_compiled
+from accel_ft.runtime.compiled import compiles_layers, dynamo_settings, is_compiled
 
 YES = ("y", "yes", "t", "true", "on", "1")  # as accelerate reads it
 OF_JOB = {
     "gradient_accumulation_steps": "--gradient_accumulation_steps or --global_batch_size",
     "gradient_clipping": "--max_grad_norm",
 }
+FOREIGN = {"TPU", "DeepSpeed", "Megatron-LM", "FP8", "AWS", "ParallelismConfig"}
+UNHEARD = {  # keys of the YAML
+    "rdzv_backend", "main_training_function", "enable_cpu_affinity", "downcast_bf16", "tpu_name",
+    "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env",
+}  # fmt: skip
+KINDS = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP")
+DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+OF_DYNAMO = [
+    f"ACCELERATE_DYNAMO_USE_{word}" for word in ("DYNAMIC", "FULLGRAPH", "REGIONAL_COMPILATION")
+]
 ENVIRONMENT = "the environment"  # where no `accelerate launch` is among the parents
 SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish", "ash", "busybox"}
 
@@ -63,12 +73,6 @@ def read_request() -> Request:
         )
     words, folder = launcher
     args = launch_command_parser().parse_args(words)
-    for option, instead in OF_JOB.items():
-        if getattr(args, option) is not None:
-            raise LaunchError(
-                f"accelerate launch --{option}: is for DeepSpeed alone. Fix: leave it out; "
-                f"after -m, {instead}"
-            )
     has_default = os.path.isfile(default_config_file) and not args.cpu  # as the launcher takes it
     file = args.config_file or (default_config_file if has_default else None)
     path = Path(folder, Path(file).expanduser()) if file else None
@@ -76,40 +80,86 @@ def read_request() -> Request:
     words_say = "FSDP" if args.use_fsdp else "MULTI_GPU" if args.multi_gpu else None
     kind = words_say or (str(yaml.distributed_type.value) if yaml else "NO")
     asked_precision = args.mixed_precision or (yaml and yaml.mixed_precision)
-    # Others are refused as a whole.
-    if yaml and kind in ("NO", "MULTI_GPU", "FSDP") and asked_precision != "fp8":
-        _refuse_unheard(str(file), yaml, kind)
+    _refuse_unheard_options(args, kind)
+    if yaml and kind in KINDS and asked_precision != "fp8":  # others are refused as a whole
+        _refuse_unheard_keys(str(file), yaml, kind)
+    processes = args.num_processes or (yaml and yaml.num_processes)
+    source = file or "accelerate launch"
+    machines = int(args.num_machines or (yaml and yaml.num_machines) or 1)
+    if machines > 1 and (kind == "NO" or int(processes or machines) % machines):
+        raise LaunchError(
+            f"{source}: num_machines: {machines}, num_processes: {processes}, distributed_type: "
+            f"{kind}. Fix: a multiple of the machines, under MULTI_GPU or FSDP, as in "
+            "accelerate_configs/multi_node_ddp.yaml"
+        )
+    yaml_says = bool(yaml) and str(yaml.use_cpu).lower() in YES
     return Request(
-        file or "accelerate launch",
-        args.num_processes or (yaml and yaml.num_processes),
-        bool(args.cpu or yaml.use_cpu) if yaml else args.cpu or (False if words_say else None),
+        source,
+        None if processes is None else int(processes),
+        args.cpu or yaml_says if yaml else args.cpu or (False if words_say else None),
         kind,
         str(asked_precision or "no"),
     )
 
 
-def _refuse_unheard(file: str, yaml: Any, kind: str) -> None:
-    """Stop where the YAML has a section, or a key in one, that accelerate passes over.
+def _refuse_unheard_options(args: Any, kind: str) -> None:
+    """Stop where the launcher's command line has options of a strategy that is not the job's.
+
+    Raises:
+        LaunchError: naming one.
+    """
+    for option in ("tpu", "use_deepspeed", "use_megatron_lm", "use_parallelism_config"):
+        if getattr(args, option):
+            raise LaunchError(
+                f"accelerate launch --{option}: accel_ft does not train under it. Fix: leave it out"
+            )
+    parser = launch_command_parser()
+    usual = vars(parser.parse_args(["script"]))
+    for group in parser._action_groups:
+        strategy = str(group.title).removesuffix(" Arguments")
+        is_foreign = strategy in FOREIGN and not (
+            strategy == "FP8" and args.mixed_precision == "fp8"
+        )
+        if not is_foreign and (strategy != "FSDP" or kind == "FSDP"):
+            continue
+        for option in [action.dest for action in group._group_actions]:
+            if getattr(args, option) != usual[option]:
+                instead = f"; after -m, {OF_JOB[option]}" if option in OF_JOB else ""
+                instead = "; or --use_fsdp" if strategy == "FSDP" else instead
+                raise LaunchError(
+                    f"accelerate launch --{option}: is for {strategy} alone. Fix: leave it "
+                    f"out{instead}"
+                )
+
+
+def _refuse_unheard_keys(file: str, yaml: Any, kind: str) -> None:
+    """Stop where the YAML has a section, or a key, that accelerate passes over.
 
     Raises:
         LaunchError: naming it.
     """
     options = vars(launch_command_parser().parse_args(["script"]))
-    for section, keys in vars(yaml).items():
-        if section in ("tpu_use_cluster", "downcast_bf16") and keys not in (None, False, "no"):
-            raise LaunchError(f"{file}: {section}: {keys} is for TPUs. Fix: leave it out")
-        if not isinstance(keys, dict) or not keys or section == "parallelism_config":
+    usual = {field.name: field.default for field in fields(yaml)}
+    for key, value in vars(yaml).items():
+        if key in UNHEARD and value not in (usual[key], None, False, "no", []):
+            # What the launcher has a value of by itself, it does not take from the YAML.
+            fix = f"; `accelerate launch --{key}` is" if key in options else ""
+            words = f"is not heeded. Fix: leave it out{fix}"
+            raise LaunchError(f"{file}: {key}: {value} {words}")
+        if not key.endswith("_config") or value in (None, {}) or key == "mpirun_config":
             continue
-        if section != "dynamo_config" and (section, kind) != ("fsdp_config", "FSDP"):
+        if not isinstance(value, dict):
+            raise LaunchError(f"{file}: {key}: {value} is no section. Fix: keys under it")
+        if key != "dynamo_config" and (key, kind) != ("fsdp_config", "FSDP"):
             raise LaunchError(
-                f"{file}: its {section} is not heeded under distributed_type: {kind}. Fix: leave "
-                "it out" + ", or distributed_type: FSDP" * (section == "fsdp_config")
+                f"{file}: its {key} is not heeded under distributed_type: {kind}. Fix: leave "
+                "it out" + ", or distributed_type: FSDP" * (key == "fsdp_config")
             )
-        prefix = section.removesuffix("config")
-        for key in keys:
-            name = key if key.startswith(prefix) else prefix + key
+        prefix = key.removesuffix("config")
+        for each in value:
+            name = each if each.startswith(prefix) else prefix + each
             if name not in options:
-                raise LaunchError(f"{file}: {section} has no {key}.{nearest(name, options)}")
+                raise LaunchError(f"{file}: {key} has no {each}.{nearest(name, options)}")
 
 
 def own_launcher() -> int | None:
@@ -140,12 +190,15 @@ def launcher_words(command: list[str]) -> list[str] | None:
     if command and os.path.basename(command[0]).startswith("python"):
         start = 1
         while command[start : start + 1] and command[start].startswith("-"):
-            if command[start] == "-m":
-                start += 1
+            if command[start].startswith("-m"):
+                joined = command[start][2:]
+                command = [*command[:start], *[joined] * bool(joined), *command[start + 1 :]]
                 break
             start += 2 if command[start] in ("-X", "-W") else 1
     program, *words = command[start:] or [""]
     name = os.path.basename(program)
+    if program.endswith("accelerate/commands/launch.py"):
+        return words
     if name == "accelerate" or program == "accelerate.commands.accelerate_cli":
         return words[1:] if words[:1] == ["launch"] else None
     is_launch = name == "accelerate-launch" or program == "accelerate.commands.launch"
@@ -161,7 +214,8 @@ def refuse_impossible(request: Request, on_cpu: bool) -> None:
             "in the job"
         )
     kind, precision = request.distributed_type, request.mixed_precision
-    is_fsdp2 = kind == "FSDP" and os.environ.get("FSDP_VERSION") == "2"
+    version, (backend, mode) = os.environ.get("FSDP_VERSION", "1"), dynamo_settings()
+    is_fsdp2 = kind == "FSDP" and version == "2"
     is_fsdp1 = kind == "FSDP" and not is_fsdp2
     sharding = os.environ.get("FSDP_SHARDING_STRATEGY", "full_shard").upper()
     reshards = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").upper()
@@ -170,22 +224,46 @@ def refuse_impossible(request: Request, on_cpu: bool) -> None:
     def asks_fsdp(key: str, *values: str) -> bool:
         return kind == "FSDP" and os.environ.get(f"FSDP_{key}", "").lower() in (values or YES)
 
+    def is_yes(variable: str) -> bool:
+        return os.environ.get(variable, "").lower() in YES
+
     offloads = is_fsdp2 and asks_fsdp("OFFLOAD_PARAMS")
     for is_asked, words in (
-        (kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP"),
+        (kind not in KINDS,
          f"distributed_type: {kind}, which accel_ft does not train under. "
          "Allowed: NO, MULTI_GPU, FSDP"),
-        (os.environ.get("ACCELERATE_USE_FSDP", "").lower() in set(YES) - {"true"},
+        (is_yes("ACCELERATE_USE_FSDP") and not _is_true("ACCELERATE_USE_FSDP"),
          "FSDP, for which accelerate takes the word true alone. Fix: ACCELERATE_USE_FSDP=true"),
         (kind == "FSDP" and request.source == ENVIRONMENT and "RANK" not in os.environ,
          "FSDP, but no launcher started this process. Fix: accelerate launch, or torchrun"),
+        (kind == "FSDP" and not _is_true("ACCELERATE_USE_FSDP"),
+         "FSDP, which the launcher did not pass on, as it does under --cpu. Fix: leave that out; "
+         "use_cpu: true in the YAML"),
+        (kind != "FSDP" and _is_true("ACCELERATE_USE_FSDP"),
+         f"distributed_type: {kind}, and ACCELERATE_USE_FSDP in the environment for FSDP. Fix: "
+         "one of the two"),
+        (kind == "FSDP" and version not in ("1", "2"),
+         f"fsdp_version: {version}. Allowed: 2, or 1"),
+        (asks_fsdp("AUTO_WRAP_POLICY", "no_wrap", "")
+         and bool(os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP")),
+         "fsdp_transformer_layer_cls_to_wrap, which is heeded under another policy alone. Fix: "
+         "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"),
+        (not is_compiled() and (mode != "default" or any(map(parse_flag_from_env, OF_DYNAMO))),
+         "a dynamo_mode, or a dynamo_use_..., without a dynamo_backend: nothing is compiled. Fix: "
+         "dynamo_backend: INDUCTOR, or leave it out"),
+        (mode not in DYNAMO_MODES, f"dynamo_mode: {mode}. Allowed: {', '.join(DYNAMO_MODES)}"),
+        (is_compiled() and mode != "default" and backend != "INDUCTOR",
+         f"dynamo_mode: {mode}, which {backend} does not heed. Fix: leave it out, or INDUCTOR"),
+        (is_compiled() and on_cpu and (backend == "CUDAGRAPHS" or mode == "reduce-overhead"),
+         "CUDA graphs (dynamo_backend: CUDAGRAPHS, dynamo_mode: reduce-overhead) on the CPU. Fix: "
+         "leave it out"),
         (kind != "FSDP" and world_size() > 1 and not compiles_layers()
          and is_compiled() and parse_flag_from_env("ACCELERATE_DYNAMO_USE_FULLGRAPH"),
          "dynamo_use_fullgraph under DDP, whose forward pass dynamo cannot trace. Fix: false"),
-        (_is_true("ACCELERATE_USE_DEEPSPEED") or _is_true("ACCELERATE_USE_MEGATRON_LM"),
+        (any(is_yes(f"ACCELERATE_USE_{engine}") for engine in ("DEEPSPEED", "MEGATRON_LM")),
          "DeepSpeed or Megatron (--use_..., ACCELERATE_USE_...), which accel_ft does not train "
          "under. Fix: leave it out"),
-        (_is_true("ACCELERATE_USE_PARALLELISM_CONFIG"),
+        (is_yes("ACCELERATE_USE_PARALLELISM_CONFIG"),
          "a parallelism_config, which accel_ft does not train under: its ranks would read other "
          "rows than the plan's. Fix: leave it out"),
         (precision not in ("no", "bf16", "fp16"),
@@ -216,7 +294,7 @@ def refuse_impossible(request: Request, on_cpu: bool) -> None:
          f"fsdp_sharding_strategy: {sharding}, which FSDP2 does not heed. "
          "Fix: leave it out; fsdp_reshard_after_forward: false is its SHARD_GRAD_OP"),
         (is_fsdp2 and (asks_fsdp("FORWARD_PREFETCH")
-                       or asks_fsdp("BACKWARD_PREFETCH", "backward_post", "no_prefetch")),
+                       or asks_fsdp("BACKWARD_PREFETCH", "backward_post", "no_prefetch", "2", "3")),
          "fsdp_forward_prefetch or fsdp_backward_prefetch, which FSDP2 does not heed. "
          "Fix: leave it out"),
         (is_fsdp2 and asks_fsdp("AUTO_WRAP_POLICY", "size_based_wrap"),

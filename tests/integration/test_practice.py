@@ -8,7 +8,6 @@ import json
 import pickle
 import re
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -434,6 +433,7 @@ def test_what_is_switched_on_around_it_changes_nothing(
 ) -> None:
     """A notebook that has predicted before has gradients off; a service may have autocast on."""
     from accel_ft import fit, load_classifier
+    from accel_ft.predict import Alone
 
     keys: dict[str, Any] = {"model_name_or_path": str(tiny_model), "train_file": rows_file}
     keys |= {"max_steps": 2, "max_seq_length": 32, "global_batch_size": 8, "report_to": "none"}
@@ -453,8 +453,8 @@ def test_what_is_switched_on_around_it_changes_nothing(
             fit(**keys, output_dir=tmp_path / "autocast")
     rare = classifier.describe(np.array([1.25e-7, 0.25, 0.25, 0.5]))["scores"]
     assert min(rare.values()) == 1.25e-7
-    half = partial(torch.autocast, "cpu", torch.bfloat16)
-    monkeypatch.setattr(classifier.accelerator, "autocast", half)  # its own, as launched in bf16
+    half = Alone(torch.device("cpu"), "bf16")
+    monkeypatch.setattr(classifier, "accelerator", half)  # as launched in bf16
     assert classifier.predict(texts) != found
 
 

@@ -139,6 +139,8 @@ def test_the_launchers_own_file_does_not_count_under_cpu(
         "python -m accelerate.commands.launch",
         "python -X faulthandler -W ignore -m accelerate.commands.launch",
         "python -m accelerate.commands.accelerate_cli launch",
+        "python -maccelerate.commands.launch",
+        "python /venv/site-packages/accelerate/commands/launch.py",
         "accelerate launch",
     ],
 )
@@ -307,11 +309,47 @@ def test_tasks_of_srun_that_train_alone(
     assert "task 1 of the 2 of srun trains alone" in caplog.text
 
 
-def test_options_of_deepspeed_are_no_key_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["--gradient_accumulation_steps", "4", "-m", "accel_ft.train"]
-    monkeypatch.setattr("accel_ft.runtime.request.find_launcher", lambda: (words, "/"))
-    with pytest.raises(LaunchError, match="alone. Fix: leave it out; after -m, --gradient_acc"):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--gradient_accumulation_steps 4", "alone. Fix: leave it out; after -m, --gradient_acc"),
+        ("--zero_stage 3", "launch --zero_stage: is for DeepSpeed alone. Fix: leave it out$"),
+        ("--cpu --use_megatron_lm", "launch --use_megatron_lm: accel_ft does not train under it"),
+        ("--parallelism_config_tp_size 2", "is for ParallelismConfig alone"),
+        ("--downcast_bf16 --multi_gpu", "is for TPU alone"),
+        ("--cpu --fsdp_version 2", "--fsdp_version: is for FSDP alone. .*; or --use_fsdp"),
+        ("--use_fsdp --fsdp_version 2", ""),
+        ("--fp8_backend te", "--fp8_backend: is for FP8 alone"),
+        ("--fp8_backend te --mixed_precision fp8", ""),  # refused as fp8 is
+        ("--num_machines 2 --num_processes 2", "num_machines: 2, num_processes: 2, .*: NO. Fix"),
+        ("--num_machines 2 --num_processes 3 --multi_gpu", "Fix: a multiple of the machines"),
+        ("--num_machines 2 --num_processes 4 --multi_gpu", ""),
+    ],
+)
+def test_options_of_another_strategy(
+    words: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """accelerate takes them, and does nothing with them."""
+    monkeypatch.setattr("accel_ft.runtime.request.default_config_file", str(tmp_path / "none"))
+    given = [*words.split(), "-m", "accel_ft.train"]
+    monkeypatch.setattr("accel_ft.runtime.request.find_launcher", lambda: (given, "/"))
+    with pytest.raises(LaunchError, match=message) if message else contextlib.nullcontext():
         read_request()
+
+
+@pytest.mark.parametrize(("value", "is_cpu"), [("'no'", False), ("'true'", True), ("true", True)])
+def test_a_truth_in_quotes(
+    value: str, is_cpu: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: '2'\n"
+        f"use_cpu: {value}\n"
+    )
+    words = ["--config_file", str(file), "-m", "accel_ft.train"]
+    monkeypatch.setattr("accel_ft.runtime.request.find_launcher", lambda: (words, "/"))
+    request = read_request()
+    assert (request.use_cpu, request.num_processes) == (is_cpu, 2)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +359,14 @@ def test_options_of_deepspeed_are_no_key_of_the_job(monkeypatch: pytest.MonkeyPa
         ("mixed_precision: fp8\nfp8_config: {backend: TE}", ""),  # refused as fp8 is
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}", ""),
         ("deepspeed_config: {zero_stage: 2}", "deepspeed_config is not heeded"),
-        ("downcast_bf16: true", "downcast_bf16: True is for TPUs"),
+        ("downcast_bf16: true", "downcast_bf16: True is not heeded. Fix: leave it out; `acc"),
+        ("rdzv_backend: c10d", "rdzv_backend: c10d is not heeded. .*; `accelerate launch --rdzv_b"),
+        ("tpu_name: mine\nenable_cpu_affinity: false", "tpu_name: mine is not heeded. .* out$"),
+        ("rdzv_backend: static\nmain_training_function: main\ntpu_env: []\ndebug: true", ""),
+        ("dynamo_config: INDUCTOR", "dynamo_config: INDUCTOR is no section"),
+        ("parallelism_config: {parallelism_config_tp_size: 2}", "parallelism_config is not heeded"),
+        ("distributed_type: MULTI_CPU\nfsdp_config: {fsdp_version: 2}", "under .*: MULTI_CPU"),
+        ("distributed_type: MULTI_CPU\nmpirun_config: {mpirun_hostfile: hosts}", ""),
         ("dynamo_config: {dynamo_backnd: INDUCTOR}", "no dynamo_backnd. .*`dynamo_backend`"),
         (
             "distributed_type: FSDP\nfsdp_config: {reshard_after_foward: false}",
@@ -453,6 +498,56 @@ def test_a_container_has_less_than_its_machine(tmp_path: Path) -> None:
     assert _container_bytes(tmp_path) == sys.maxsize
 
 
+@pytest.mark.parametrize(
+    ("backend", "mode", "message"),
+    [
+        ("INDUCTOR", "max-autotun", "dynamo_mode: max-autotun. Allowed: default, reduce-overhead,"),
+        ("EAGER", "max-autotune", "dynamo_mode: max-autotune, which EAGER does not heed"),
+        ("CUDAGRAPHS", "default", "CUDA graphs .* on the CPU"),
+        ("INDUCTOR", "reduce-overhead", "CUDA graphs .* on the CPU"),
+        ("INDUCTOR", "max-autotune", ""),
+    ],
+)
+def test_compile_modes_without_effect(
+    backend: str, mode: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", backend)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", mode)
+    with pytest.raises(LaunchError, match=message) if message else contextlib.nullcontext():
+        refuse_impossible(Request("mine.yaml", 1, None, "NO", "no"), on_cpu=True)
+    if not message or message.startswith("CUDA graphs"):
+        refuse_impossible(Request("mine.yaml", 1, None, "NO", "no"), on_cpu=False)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"ACCELERATE_DYNAMO_BACKEND": "ONNXRT"}, "dynamo_backend: ONNXRT: torch has none"),
+        ({"ACCELERATE_USE_FSDP": "true", "RANK": "0", "FSDP_VERSION": "2",
+          "FSDP_CPU_RAM_EFFICIENT_LOADING": "false", "FSDP_STATE_DICT_TYPE": "SHARDED"},
+         "accelerate cannot start: there is no 'SHARDED'"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "EAGER", "ACCELERATE_DYNAMO_USE_DYNAMIC": "maybe"},
+         "accelerate cannot start: invalid truth value maybe"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "no launcher started this process"),
+    ],
+)  # fmt: skip
+def test_words_that_accelerate_does_not_know(
+    variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match=message):
+        launch.make_accelerator()
+
+
+def test_fsdp_in_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(LaunchError, match="MULTI_GPU, and ACCELERATE_USE_FSDP in the environment"):
+        refuse_impossible(Request("ddp.yaml", 2, True, "MULTI_GPU", "no"), on_cpu=True)
+
+
 def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """accelerate would put two on one device, and NCCL speak of duplicates."""
     request = replace(read_request(), use_cpu=False)
@@ -476,6 +571,13 @@ def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         ("FSDP_FORWARD_PREFETCH", "true", "fsdp_forward_prefetch or"),
         ("FSDP_BACKWARD_PREFETCH", "BACKWARD_POST", "fsdp_backward_prefetch, which FSDP2 does not"),
         ("FSDP_BACKWARD_PREFETCH", "NO_PREFETCH", "fsdp_backward_prefetch, which FSDP2 does not"),
+        ("FSDP_BACKWARD_PREFETCH", "2", "fsdp_backward_prefetch, which FSDP2 does not"),
+        ("FSDP_VERSION", "3", "fsdp_version: 3. Allowed: 2, or 1"),
+        ("FSDP_TRANSFORMER_CLS_TO_WRAP", "BertLayer", "Fix: fsdp_auto_wrap_policy: TRANSFORMER_B"),
+        ("ACCELERATE_USE_FSDP", "false", "FSDP, which the launcher did not pass on, as it does un"),
+        ("ACCELERATE_USE_DEEPSPEED", "1", "asks for DeepSpeed or Megatron"),
+        ("ACCELERATE_DYNAMO_MODE", "max-autotune", "without a dynamo_backend: nothing is compiled"),
+        ("ACCELERATE_DYNAMO_USE_DYNAMIC", "1", "without a dynamo_backend: nothing is compiled"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "asks for a parallelism_config"),
         ("ACCELERATE_USE_FSDP", "1", "takes the word true alone. Fix: ACCELERATE_USE_FSDP=true"),
     ],
@@ -489,6 +591,7 @@ def test_what_would_be_passed_over_is_refused(
         "FSDP_VERSION": "2",
         "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
         "FSDP_OFFLOAD_PARAMS": "false",
+        "ACCELERATE_USE_FSDP": "true",
     }
     for name, each in sound.items():
         monkeypatch.setenv(name, each)
@@ -515,6 +618,7 @@ def test_what_fsdp1_would_pass_over_is_refused(
     key: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last three of accelerate's own defaults or questions; each fails on some rank only."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     request = Request("fsdp1.yaml", 2, False, "FSDP", "bf16")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setenv("FSDP_USE_ORIG_PARAMS", "true")
@@ -527,6 +631,7 @@ def test_what_fsdp1_would_pass_over_is_refused(
 
 def test_fsdp1_asked_for_one_sharding_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """By accelerate's questions, and by the key that it heeds."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     request = Request("fsdp1.yaml", 2, False, "FSDP", "bf16")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setenv("FSDP_USE_ORIG_PARAMS", "yes")
@@ -611,6 +716,7 @@ def test_a_loss_scale_does_not_go_with_offloaded_parameters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is on its way to the host when the host reads it."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     request = Request("fsdp2_offload.yaml", 2, False, "FSDP", "bf16")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setenv("FSDP_VERSION", "2")
