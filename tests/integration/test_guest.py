@@ -1,0 +1,166 @@
+"""`fit` and `load_classifier` in a program of somebody else: what is its own stays its own."""
+
+import gc
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from conftest import ROOT, job_words, launch
+from transformers.models.bert.modeling_bert import BertLayer
+
+import accel_ft
+from accel_ft.errors import ConfigError, Preempted, UserError
+
+
+@pytest.fixture
+def job(tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path) -> dict[str, Any]:
+    words = job_words(tiny_model, rows_file, odd_file, tmp_path / "run")
+    keys = {key.removeprefix("--"): each for key, each in zip(words[::2], words[1::2], strict=True)}
+    return keys | {"save_total_limit": None, "report_to": "none", "max_steps": 3}
+
+
+def program(tmp_path: Path, text: str, **streams: Any) -> subprocess.CompletedProcess[str]:
+    file = tmp_path / "program.py"
+    file.write_text(text)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [sys.executable, str(file)], env=environment, capture_output=True, text=True, timeout=240,
+        check=False, cwd=tmp_path, **streams,
+    )  # fmt: skip
+
+
+def test_labels_want_nothing_of_accelerates_state(job: dict[str, Any]) -> None:
+    """It is the process's: somebody may train meanwhile, in another precision."""
+    model = accel_ft.fit(**job)
+    for state in (AcceleratorState, PartialState):
+        state._reset_state()
+    GradientState._reset_state()
+    classifier = accel_ft.load_classifier(model, all_scores=True)
+    found = classifier.predict(["a goal", "profit"])
+    assert AcceleratorState._shared_state == PartialState._shared_state == {}
+    assert GradientState._shared_state == {}
+    from accelerate import Accelerator
+
+    try:
+        Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=4)
+        assert classifier.predict(["a goal", "profit"]) == found
+        assert (
+            accel_ft.load_classifier(model, all_scores=True).predict(["a goal", "profit"]) == found
+        )
+        assert GradientState().num_steps == 4
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+def test_opening_draws_no_random_numbers(
+    job: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor winds them back: threads that drew meanwhile would draw them again."""
+    model = accel_ft.fit(**job)
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    monkeypatch.setattr(torch, "set_rng_state", lambda _: pytest.fail("wound back"))
+    accel_ft.load_classifier(model)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.random.get_state()[1].tolist() == before[1]
+
+
+def test_nothing_of_a_run_stays_in_memory(job: dict[str, Any]) -> None:
+    gc.collect()
+    gc.disable()  # it comes late
+    try:
+        accel_ft.fit(**job)
+        assert not [each for each in gc.get_objects() if type(each) is BertLayer]
+    finally:
+        gc.enable()
+
+
+def test_messages_go_where_they_went(job: dict[str, Any]) -> None:
+    ours, mine = logging.getLogger("accel_ft"), logging.NullHandler()
+    before = ours.handlers, ours.level, ours.propagate
+    try:
+        ours.handlers, ours.propagate = [mine], True
+        ours.setLevel(logging.ERROR)
+        accel_ft.fit(**job)
+        assert (ours.handlers, ours.level, ours.propagate) == ([mine], logging.ERROR, True)
+    finally:
+        ours.handlers, ours.propagate = before[0], before[2]
+        ours.setLevel(before[1])
+
+
+def test_no_checkpoint_is_none() -> None:
+    with pytest.raises(ConfigError, match="checkpoint=None: a folder or a name is wanted"):
+        accel_ft.load_classifier(None)  # type: ignore[arg-type]
+
+
+def test_a_loop_over_jobs_does_not_go_on_after_ctrl_c() -> None:
+    assert not issubclass(Preempted, UserError)
+
+
+def test_signals_that_the_program_handles_itself(job: dict[str, Any], tmp_path: Path) -> None:
+    """And the way in which asyncio learns of them."""
+    done = program(
+        tmp_path,
+        "import os, signal, socket\nimport accel_ft\nfrom accel_ft.engine import run\n"
+        "signal.signal(signal.SIGHUP, lambda *_: print('read anew', flush=True))\n"
+        "here, there = socket.socketpair(); there.setblocking(False)\n"
+        "signal.set_wakeup_fd(there.fileno())\n"
+        "after = run.Run.after_update\n"
+        "run.Run.after_update = lambda self: (os.kill(os.getpid(), signal.SIGHUP), after(self))[1]\n"
+        f"accel_ft.fit(**{json.loads(json.dumps(job, default=str))!r})\n"
+        "here.settimeout(20); heard = b''\n"
+        "while len(heard) < 3: heard += here.recv(9)\n"
+        "print(set(heard) == {signal.SIGHUP}, signal.set_wakeup_fd(-1) == there.fileno())\n",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("read anew") == 3
+    assert done.stdout.endswith("True True\n")
+
+
+def test_a_crash_is_told_where_the_program_wants_it(job: dict[str, Any], tmp_path: Path) -> None:
+    done = program(
+        tmp_path,
+        "import faulthandler\nimport accel_ft\nfile = open('crash.log', 'w')\n"
+        f"faulthandler.enable(file)\naccel_ft.fit(**{json.loads(json.dumps(job, default=str))!r})\n"
+        "faulthandler._sigsegv()\n",
+    )
+    assert done.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in (tmp_path / "crash.log").read_text()
+
+
+def test_a_fault_of_one_rank_is_raised_on_all(job: dict[str, Any], tmp_path: Path) -> None:
+    """Else the others wait for it, where the program goes on."""
+    keys = json.loads(json.dumps(job, default=str))
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, accel_ft\nfrom accel_ft.errors import UserError\n"
+        f"keys = {keys!r}\naccel_ft.fit(**keys)\n"
+        "try:\n    accel_ft.fit(**keys)\nexcept UserError as error:\n"
+        "    os.write(1, f'skipped: {error}\\n'.encode())\n"
+        "accel_ft.fit(**keys | {'output_dir': keys['output_dir'] + '2'})\n"
+    )
+    done = launch("cpu_ddp.yaml", "--num_processes", 2, script)
+    assert done.stdout.count("already holds a run") == 2
+    assert (tmp_path / "run2/model/config.json").is_file()
+
+
+def test_paths_in_letters_that_the_terminal_has_not(job: dict[str, Any], tmp_path: Path) -> None:
+    words = [
+        str(each) for key, value in job.items() if value is not None for each in (f"--{key}", value)
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "accel_ft.train", *words, "--output_dir", str(tmp_path / "café")],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True, timeout=240,
+        check=True, cwd=ROOT,
+    )  # fmt: skip
+    assert r"caf\xe9" in done.stdout
+    assert "predict: " in done.stdout
