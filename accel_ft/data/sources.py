@@ -411,7 +411,7 @@ def _content_hash(rows: Any) -> str:
     import pyarrow
 
     digest = hashlib.sha256()
-    for batch in rows.with_format("arrow").iter(batch_size=10_000):
+    for batch in rows.with_format("arrow").iter(batch_size=1000):
         sink = pyarrow.BufferOutputStream()  # but for how the rows are spread over files
         schema = batch.schema.remove_metadata()
         with pyarrow.ipc.new_stream(sink, schema) as stream:

@@ -39,8 +39,7 @@ def write_receipt(path: Path, accelerator: Accelerator, about_run: dict[str, Any
     with contextlib.suppress(ConfigError):
         if about_run["step"] > 0:
             starts = read_receipt(path.parent)["starts"]
-    strategy = about_strategy(accelerator) | {"settings": strategy_settings()}
-    machine = about_machine(accelerator.device)
+    strategy, machine = about_strategy(accelerator), about_machine(accelerator.device)
     program = about_program()
     now = datetime.now(UTC).isoformat(timespec="seconds")
     begun = {"time": now, "step": about_run["step"], "num_steps": about_run["num_steps"]}
@@ -49,6 +48,7 @@ def write_receipt(path: Path, accelerator: Accelerator, about_run: dict[str, Any
     receipt = {
         **program,
         "strategy": strategy,
+        "strategy_settings": strategy_settings(),
         "machine": machine,
         **{key: value for key, value in about_run.items() if key != "step"},
         "warnings": list(dict.fromkeys(warned)),

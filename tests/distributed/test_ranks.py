@@ -140,6 +140,7 @@ def test_command_line_on_two_ranks_evaluates_as_one(
     assert receipt["strategy"] == {
         "distributed_type": "MULTI_CPU", "num_processes": 2, "device": "cpu", "mixed_precision": "bf16", "compile": "NO",
     }  # fmt: skip
+    assert receipt["strategy_settings"]["ACCELERATE_DYNAMO_BACKEND"] == "NO"
     words = [
         "-m",
         "accel_ft.evaluate",

@@ -7,8 +7,9 @@ import math
 import os
 import random
 import re
-import time
 from collections import UserDict
+from collections.abc import Callable, Iterator
+from itertools import repeat
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -506,7 +507,18 @@ def test_gradient_norms() -> None:
     caught(learning.gradient_norms(model), "not finite: 2.bias")
 
 
-def test_overfits() -> None:
+def test_overfits(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(learning, "time", SimpleNamespace(monotonic=lambda: now))
+
+    def lasting(seconds: float, losses: Iterator[float]) -> Callable[[], float]:
+        def step() -> float:
+            nonlocal now
+            now += seconds
+            return next(losses)
+
+        return step
+
     def trained(rate: float, shuffled: bool) -> Finding:
         model = small_model()
         optimizer = torch.optim.AdamW(model.parameters(), rate)
@@ -525,15 +537,14 @@ def test_overfits() -> None:
         return learning.overfits(step, steps=300)
 
     well(trained(0.1, shuffled=False))
-    falling = iter([1.0, 0.8, 0.45])
-    slow = learning.overfits(lambda: time.sleep(0.1) or next(falling), seconds=0.25)
+    slow = learning.overfits(lasting(0.1, iter([1.0, 0.8, 0.45])), seconds=0.25)
     assert "less than half is enough" in slow.measured
-    slow = learning.overfits(lambda: time.sleep(0.1) or 1.0, seconds=0.25)
+    slow = learning.overfits(lasting(0.1, repeat(1.0)), seconds=0.25)
     assert (slow.verdict, "too slow a device" in slow.measured) == ("SKIP", True)
     falling = (0.98**n for n in range(100))  # with adapters, on a busy machine
-    slow = learning.overfits(lambda: time.sleep(0.01) or next(falling), seconds=0.3)
+    slow = learning.overfits(lasting(0.01, falling), seconds=0.3)
     assert (slow.verdict, "too slow a device" in slow.measured) == ("SKIP", True)
-    caught(learning.overfits(lambda: time.sleep(0.01) or 0.9, seconds=0.4), "not below 0.1")
+    caught(learning.overfits(lasting(0.01, repeat(0.9)), seconds=0.4), "not below 0.1")
     caught(trained(1e-6, shuffled=False), "not below 0.1")
     caught(trained(0.1, shuffled=True), "in 300 updates")
 
