@@ -238,11 +238,11 @@ def open_rows(config: PredictConfig) -> Iterator[tuple[str, Any, Text]]:
         pair = config.text_pair
         _refuse_halves("text", (config.text, pair or ""))
         return iter([("line", 1, config.text if pair is None else (config.text, pair))])
-    from accel_ft.data.sources import MAX_FAULTS, sound_rows
+    from accel_ft.data.sources import sound_rows
 
     name = "standard input" if config.input == "-" else str(config.input)
     if config.input != "-" and Path(name).is_file():
-        deque(sound_rows(name, _read_rows(config, name), MAX_FAULTS), maxlen=0)  # told now
+        deque(sound_rows(name, _read_rows(config, name)), maxlen=0)  # told now
     rows = sound_rows(name, _read_rows(config, name), most=1)
     first = list(islice(rows, 1))
     return chain(first, rows)

@@ -3,6 +3,7 @@
 accelerate launch --config_file STRATEGY.yaml -m accel_ft.train --config JOB.yaml [--key value ...]
 """
 
+import faulthandler
 import logging
 import math
 import os
@@ -123,14 +124,15 @@ def _watched(config: TrainConfig, accelerator: Any) -> Iterator[Any]:
     """
     from accel_ft.runtime.watch import Watch
 
-    ranks, fault = config.output_dir / "ranks", None
+    ranks = config.output_dir / "ranks"
+    fault: Exception | None = None
     try:
         ranks.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"output_dir={config.output_dir}: {error}") from error
+        fault = ConfigError(f"output_dir={config.output_dir}: {error}")
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
     with ExitStack() as stack:
-        if accelerator.is_main_process:
+        if accelerator.is_main_process and fault is None:
             try:
                 stack.enter_context(_own(config, ranks / "lock"))
             except (UserError, OSError) as error:
@@ -274,4 +276,5 @@ def _compare(first: Path, again: Path) -> None:
 
 if __name__ == "__main__":
     restart_with_better_malloc("accel_ft.train")
+    faulthandler.disable()  # the run's log is the place for it
     run_command(main)

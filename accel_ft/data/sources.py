@@ -197,9 +197,9 @@ def read_records(path: str, file_format: str, columns: set[str] | None = None) -
 def _text_lines(file: IO[bytes], name: str) -> Iterator[tuple[int, str]]:
     """Yield (number from 1, line) decoded from UTF-8, leading byte-order marks left off."""
     for number, raw in enumerate(file, start=1):
-        kind = next((kind for start, kind in COMPRESSED.items() if raw.startswith(start)), None)
-        if number == 1 and kind is not None:
-            raise DataError(f"{name}: is compressed ({kind}). Fix: unpack it")
+        for start, kind in COMPRESSED.items() if number == 1 else ():
+            if raw.startswith(start):
+                raise DataError(f"{name}: is compressed ({kind}). Fix: unpack it")
         try:
             line = raw.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -352,7 +352,7 @@ def hub_sources(config: DataConfig, name: str, needs_train: bool = True) -> dict
         its_name = wanted or split
         is_others = wanted is None and split in named.values()
         if its_name in loaded and not is_others:
-            rows = loaded[its_name]
+            rows = loaded[its_name].with_format(None)  # it may be saved with one
             labelled = _labelled(rows, config.label_column)
             if len(labelled) < len(rows):
                 logger.warning(
@@ -408,15 +408,9 @@ def _content_hash(rows: Any) -> str:
     """SHA-256 of the cells: `datasets`' own fingerprint is that of the code that made them, and the
     same after the code was run on other files.
     """
-    import pyarrow
-
     digest = hashlib.sha256()
     for batch in rows.with_format("arrow").iter(batch_size=1000):
-        sink = pyarrow.BufferOutputStream()  # but for how the rows are spread over files
-        schema = batch.schema.remove_metadata()
-        with pyarrow.ipc.new_stream(sink, schema) as stream:
-            stream.write_table(batch.replace_schema_metadata().combine_chunks())
-        digest.update(sink.getvalue())
+        digest.update(json.dumps(batch.to_pydict(), default=str).encode())
     return digest.hexdigest()
 
 

@@ -47,8 +47,9 @@ def configure(accelerator: Accelerator, model: nn.Module) -> None:
         )
     if plugin.transformer_cls_names_to_wrap is None:
         plugin.transformer_cls_names_to_wrap = layer_classes(model)
-    named = [name.strip() for name in plugin.transformer_cls_names_to_wrap]
-    plugin.transformer_cls_names_to_wrap = named
+    plugin.transformer_cls_names_to_wrap = [
+        name.strip() for name in plugin.transformer_cls_names_to_wrap
+    ]
     present = {type(module).__name__ for module in model.modules()}
     for name in set(plugin.transformer_cls_names_to_wrap) - present:
         raise LaunchError(

@@ -32,6 +32,7 @@ UNHEARD = {  # keys of the YAML
     "rdzv_backend", "main_training_function", "enable_cpu_affinity", "downcast_bf16", "tpu_name",
     "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env",
 }  # fmt: skip
+OF_COMMAND = ("rdzv_backend", "enable_cpu_affinity")  # where they are heeded
 KINDS = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP")
 DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 OF_DYNAMO = [
@@ -51,6 +52,7 @@ class Request:
         use_cpu: whether the CPU was asked for; None where nothing says.
         distributed_type: accelerate's name, such as MULTI_GPU or FSDP; "NO" where nothing says.
         mixed_precision: no, bf16, fp16 or fp8.
+        is_eager: whether the command line forbids to compile, whatever the YAML says.
     """
 
     source: str
@@ -58,6 +60,7 @@ class Request:
     use_cpu: bool | None
     distributed_type: str
     mixed_precision: str
+    is_eager: bool = False
 
 
 def read_request() -> Request:
@@ -80,13 +83,15 @@ def read_request() -> Request:
     words_say = "FSDP" if args.use_fsdp else "MULTI_GPU" if args.multi_gpu else None
     kind = words_say or (str(yaml.distributed_type.value) if yaml else "NO")
     asked_precision = args.mixed_precision or (yaml and yaml.mixed_precision)
-    _refuse_unheard_options(args, kind)
-    if yaml and kind in KINDS and asked_precision != "fp8":  # others are refused as a whole
-        _refuse_unheard_keys(str(file), yaml, kind)
+    if kind in KINDS and asked_precision != "fp8":  # others are refused as a whole
+        _refuse_unheard_options(args, kind)
+        if yaml:
+            _refuse_unheard_keys(str(file), yaml, kind, args)
     processes = args.num_processes or (yaml and yaml.num_processes)
     source = file or "accelerate launch"
     machines = int(args.num_machines or (yaml and yaml.num_machines) or 1)
-    if machines > 1 and (kind == "NO" or int(processes or machines) % machines):
+    is_alone = kind == "NO" and world_size in (None, "1")
+    if machines > 1 and (is_alone or int(processes or machines) % machines):
         raise LaunchError(
             f"{source}: num_machines: {machines}, num_processes: {processes}, distributed_type: "
             f"{kind}. Fix: a multiple of the machines, under MULTI_GPU or FSDP, as in "
@@ -99,6 +104,7 @@ def read_request() -> Request:
         args.cpu or yaml_says if yaml else args.cpu or (False if words_say else None),
         kind,
         str(asked_precision or "no"),
+        args.dynamo_backend == "no",
     )
 
 
@@ -117,10 +123,7 @@ def _refuse_unheard_options(args: Any, kind: str) -> None:
     usual = vars(parser.parse_args(["script"]))
     for group in parser._action_groups:
         strategy = str(group.title).removesuffix(" Arguments")
-        is_foreign = strategy in FOREIGN and not (
-            strategy == "FP8" and args.mixed_precision == "fp8"
-        )
-        if not is_foreign and (strategy != "FSDP" or kind == "FSDP"):
+        if strategy not in FOREIGN and (strategy != "FSDP" or kind == "FSDP"):
             continue
         for option in [action.dest for action in group._group_actions]:
             if getattr(args, option) != usual[option]:
@@ -132,8 +135,9 @@ def _refuse_unheard_options(args: Any, kind: str) -> None:
                 )
 
 
-def _refuse_unheard_keys(file: str, yaml: Any, kind: str) -> None:
-    """Stop where the YAML has a section, or a key, that accelerate passes over.
+def _refuse_unheard_keys(file: str, yaml: Any, kind: str, args: Any) -> None:
+    """Stop where the YAML has a section, or a key, that accelerate passes over; not where the
+    command line says the same.
 
     Raises:
         LaunchError: naming it.
@@ -141,12 +145,13 @@ def _refuse_unheard_keys(file: str, yaml: Any, kind: str) -> None:
     options = vars(launch_command_parser().parse_args(["script"]))
     usual = {field.name: field.default for field in fields(yaml)}
     for key, value in vars(yaml).items():
-        if key in UNHEARD and value not in (usual[key], None, False, "no", []):
+        is_said = getattr(args, key, None) == value
+        if key in UNHEARD and not is_said and value not in (usual[key], None, False, "no", []):
             # What the launcher has a value of by itself, it does not take from the YAML.
-            fix = f"; `accelerate launch --{key}` is" if key in options else ""
-            words = f"is not heeded. Fix: leave it out{fix}"
-            raise LaunchError(f"{file}: {key}: {value} {words}")
-        if not key.endswith("_config") or value in (None, {}) or key == "mpirun_config":
+            fix = f"; `accelerate launch --{key}` is" * (key in OF_COMMAND)
+            raise LaunchError(f"{file}: {key}: {value} is not heeded. Fix: leave it out{fix}")
+        is_heeded = key == "mpirun_config" or (key == "parallelism_config" and kind != "NO")
+        if not key.endswith("_config") or value in (None, {}) or is_heeded:
             continue
         if not isinstance(value, dict):
             raise LaunchError(f"{file}: {key}: {value} is no section. Fix: keys under it")
@@ -244,11 +249,12 @@ def refuse_impossible(request: Request, on_cpu: bool) -> None:
          "one of the two"),
         (kind == "FSDP" and version not in ("1", "2"),
          f"fsdp_version: {version}. Allowed: 2, or 1"),
-        (asks_fsdp("AUTO_WRAP_POLICY", "no_wrap", "")
-         and bool(os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP")),
+        (kind == "FSDP" and bool(os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP"))
+         and not asks_fsdp("AUTO_WRAP_POLICY", "transformer_based_wrap"),
          "fsdp_transformer_layer_cls_to_wrap, which is heeded under another policy alone. Fix: "
          "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"),
-        (not is_compiled() and (mode != "default" or any(map(parse_flag_from_env, OF_DYNAMO))),
+        (not is_compiled() and not request.is_eager
+         and (mode != "default" or any(map(parse_flag_from_env, OF_DYNAMO))),
          "a dynamo_mode, or a dynamo_use_..., without a dynamo_backend: nothing is compiled. Fix: "
          "dynamo_backend: INDUCTOR, or leave it out"),
         (mode not in DYNAMO_MODES, f"dynamo_mode: {mode}. Allowed: {', '.join(DYNAMO_MODES)}"),

@@ -106,7 +106,8 @@ class Watch:
         self._can_write = True
         self._suspected_since: float | None = None
         self._launcher = own_launcher()
-        folder.mkdir(parents=True, exist_ok=True)
+        if fault is None:
+            folder.mkdir(parents=True, exist_ok=True)
         if num_ranks > 1:
             self._patient_group = new_host_group(PATIENCE)  # rank 0 may wait for the folder's lock
             self._group = new_host_group(timedelta(seconds=limit_seconds))
@@ -202,7 +203,8 @@ class Watch:
             spared = () if "TORCHELASTIC_RUN_ID" in os.environ else (signal.SIGHUP, signal.SIG_IGN)
             for number in STOP_SIGNALS:
                 handler = signal.getsignal(number)
-                is_anothers = callable(handler) and handler is not signal.default_int_handler
+                is_pythons = handler is signal.default_int_handler
+                is_anothers = handler is None or (callable(handler) and not is_pythons)
                 if (number, handler) == spared or is_anothers:
                     continue
                 self._old_handlers[number] = signal.signal(number, self._interrupt)
@@ -238,7 +240,8 @@ class Watch:
         ended = error is None or isinstance(error, Preempted) or self._interrupted
         self._write_beat(ended=ended)
         if threading.current_thread() is threading.main_thread():
-            signal.set_wakeup_fd(self._old_wakeup)
+            with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+                signal.set_wakeup_fd(self._old_wakeup)
             for number, handler in self._old_handlers.items():
                 signal.signal(number, handler)
         if self._dumps_crash:
@@ -263,7 +266,8 @@ class Watch:
                 if number in self._old_handlers:
                     self._on_signal(number)
                 elif self._old_wakeup >= 0:  # the program's, which learns of it as it would
-                    os.write(self._old_wakeup, bytes([number]))
+                    with contextlib.suppress(OSError):  # it is full, or closed
+                        os.write(self._old_wakeup, bytes([number]))
             if self._launcher not in (None, os.getppid()) and not self.stop_signal:
                 self._on_signal(signal.SIGTERM, "the launcher is gone")
             now = time.monotonic()

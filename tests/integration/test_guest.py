@@ -75,11 +75,15 @@ def test_opening_draws_no_random_numbers(
 
 
 def test_nothing_of_a_run_stays_in_memory(job: dict[str, Any]) -> None:
+    def count() -> int:
+        return sum(type(each) is BertLayer for each in gc.get_objects())
+
     gc.collect()
     gc.disable()  # it comes late
     try:
+        before = count()
         accel_ft.fit(**job)
-        assert not [each for each in gc.get_objects() if type(each) is BertLayer]
+        assert count() == before
     finally:
         gc.enable()
 
@@ -126,6 +130,22 @@ def test_signals_that_the_program_handles_itself(job: dict[str, Any], tmp_path: 
     assert done.stdout.endswith("True True\n")
 
 
+def test_a_host_that_does_not_listen(job: dict[str, Any], tmp_path: Path) -> None:
+    """Its own signals fill the pipe that it will read after the run."""
+    done = program(
+        tmp_path,
+        "import signal, socket\nimport accel_ft\n"
+        "signal.signal(signal.SIGALRM, lambda *_: None)\n"
+        "here, there = socket.socketpair(); there.setblocking(False)\n"
+        "signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)\n"
+        "try:\n    while True: there.send(b'x')\nexcept BlockingIOError: pass\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)\n"
+        f"accel_ft.fit(**{json.loads(json.dumps(job, default=str))!r})\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0)\nprint('done')\n",
+    )
+    assert (done.returncode, done.stdout.endswith("done\n")) == (0, True), done.stderr
+
+
 def test_a_crash_is_told_where_the_program_wants_it(job: dict[str, Any], tmp_path: Path) -> None:
     done = program(
         tmp_path,
@@ -151,6 +171,19 @@ def test_a_fault_of_one_rank_is_raised_on_all(job: dict[str, Any], tmp_path: Pat
     done = launch("cpu_ddp.yaml", "--num_processes", 2, script)
     assert done.stdout.count("already holds a run") == 2
     assert (tmp_path / "run2/model/config.json").is_file()
+    script.write_text(
+        "import os, accel_ft\nfrom pathlib import Path\nfrom accel_ft.errors import UserError\n"
+        f"keys = {keys!r} | {{'output_dir': {str(tmp_path / 'run3')!r}}}\nmkdir = Path.mkdir\n"
+        "def fails(path, *words, **more):\n"
+        "    if path.name == 'ranks' and os.environ['RANK'] == '1':\n"
+        "        raise OSError('no room for it')\n"
+        "    mkdir(path, *words, **more)\n"
+        "Path.mkdir = fails\n"
+        "try:\n    accel_ft.fit(**keys)\nexcept UserError as error:\n"
+        "    os.write(1, f'skipped: {error}\\n'.encode())\n"
+    )
+    done = launch("cpu_ddp.yaml", "--num_processes", 2, script)
+    assert done.stdout.count("run3: no room for it") == 2
 
 
 def test_paths_in_letters_that_the_terminal_has_not(job: dict[str, Any], tmp_path: Path) -> None:

@@ -321,9 +321,14 @@ def test_tasks_of_srun_that_train_alone(
         ("--use_fsdp --fsdp_version 2", ""),
         ("--fp8_backend te", "--fp8_backend: is for FP8 alone"),
         ("--fp8_backend te --mixed_precision fp8", ""),  # refused as fp8 is
+        ("--megatron_lm_tp_degree 2", "is for Megatron-LM alone"),
+        ("--aws_access_key_id x", "is for AWS alone"),
+        ("--use_deepspeed --cpu", "launch --use_deepspeed: accel_ft does not"),
+        ("--tpu", "launch --tpu: accel_ft does not"),
         ("--num_machines 2 --num_processes 2", "num_machines: 2, num_processes: 2, .*: NO. Fix"),
         ("--num_machines 2 --num_processes 3 --multi_gpu", "Fix: a multiple of the machines"),
         ("--num_machines 2 --num_processes 4 --multi_gpu", ""),
+        ("WORLD_SIZE=4 --num_machines 2 --num_processes 4 --rdzv_backend c10d", ""),  # it sees GPUs
     ],
 )
 def test_options_of_another_strategy(
@@ -331,6 +336,9 @@ def test_options_of_another_strategy(
 ) -> None:
     """accelerate takes them, and does nothing with them."""
     monkeypatch.setattr("accel_ft.runtime.request.default_config_file", str(tmp_path / "none"))
+    if words.startswith("WORLD_SIZE"):
+        monkeypatch.setenv("WORLD_SIZE", "4")
+        words = words.partition(" ")[2]
     given = [*words.split(), "-m", "accel_ft.train"]
     monkeypatch.setattr("accel_ft.runtime.request.find_launcher", lambda: (given, "/"))
     with pytest.raises(LaunchError, match=message) if message else contextlib.nullcontext():
@@ -359,12 +367,13 @@ def test_a_truth_in_quotes(
         ("mixed_precision: fp8\nfp8_config: {backend: TE}", ""),  # refused as fp8 is
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}", ""),
         ("deepspeed_config: {zero_stage: 2}", "deepspeed_config is not heeded"),
-        ("downcast_bf16: true", "downcast_bf16: True is not heeded. Fix: leave it out; `acc"),
+        ("downcast_bf16: true", "downcast_bf16: True is not heeded. Fix: leave it out$"),
         ("rdzv_backend: c10d", "rdzv_backend: c10d is not heeded. .*; `accelerate launch --rdzv_b"),
         ("tpu_name: mine\nenable_cpu_affinity: false", "tpu_name: mine is not heeded. .* out$"),
         ("rdzv_backend: static\nmain_training_function: main\ntpu_env: []\ndebug: true", ""),
         ("dynamo_config: INDUCTOR", "dynamo_config: INDUCTOR is no section"),
-        ("parallelism_config: {parallelism_config_tp_size: 2}", "parallelism_config is not heeded"),
+        ("parallelism_config: {parallelism_config_tp_size: 2}", ""),  # the ranks hear of it
+        ('distributed_type: "NO"\nparallelism_config: {tp_size: 2}', "_config is not heeded"),
         ("distributed_type: MULTI_CPU\nfsdp_config: {fsdp_version: 2}", "under .*: MULTI_CPU"),
         ("distributed_type: MULTI_CPU\nmpirun_config: {mpirun_hostfile: hosts}", ""),
         ("dynamo_config: {dynamo_backnd: INDUCTOR}", "no dynamo_backnd. .*`dynamo_backend`"),
@@ -388,6 +397,11 @@ def test_sections_of_the_yaml_that_nobody_heeds(
     if not message:
         read_request()
         return
+    if "rdzv" in lines:
+        said = ["--rdzv_backend", "c10d", *words]
+        monkeypatch.setattr("accel_ft.runtime.request.find_launcher", lambda: (said, "/"))
+        read_request()
+        monkeypatch.setattr("accel_ft.runtime.request.find_launcher", lambda: (words, "/"))
     if "fsdp_version" in lines:  # by the command it is heeded
         monkeypatch.setattr(
             "accel_ft.runtime.request.find_launcher", lambda: (["--use_fsdp", *words], "/")
@@ -542,6 +556,22 @@ def test_words_that_accelerate_does_not_know(
         launch.make_accelerator()
 
 
+def test_the_command_line_may_forbid_to_compile(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 2\n"
+        "dynamo_config: {dynamo_backend: INDUCTOR, dynamo_use_dynamic: true}\n"
+    )
+    words = ["--config_file", str(file), "-m", "accel_ft.train"]
+    for more, is_eager in (([], False), (["--dynamo_backend", "no"], True)):
+        monkeypatch.setattr(
+            "accel_ft.runtime.request.find_launcher", lambda more=more: ([*more, *words], "/")
+        )
+        assert read_request().is_eager is is_eager
+
+
 def test_fsdp_in_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(LaunchError, match="MULTI_GPU, and ACCELERATE_USE_FSDP in the environment"):
@@ -572,13 +602,16 @@ def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         ("FSDP_BACKWARD_PREFETCH", "BACKWARD_POST", "fsdp_backward_prefetch, which FSDP2 does not"),
         ("FSDP_BACKWARD_PREFETCH", "NO_PREFETCH", "fsdp_backward_prefetch, which FSDP2 does not"),
         ("FSDP_BACKWARD_PREFETCH", "2", "fsdp_backward_prefetch, which FSDP2 does not"),
+        ("FSDP_BACKWARD_PREFETCH", "3", "fsdp_backward_prefetch, which FSDP2 does not"),
         ("FSDP_VERSION", "3", "fsdp_version: 3. Allowed: 2, or 1"),
         ("FSDP_TRANSFORMER_CLS_TO_WRAP", "BertLayer", "Fix: fsdp_auto_wrap_policy: TRANSFORMER_B"),
         ("ACCELERATE_USE_FSDP", "false", "FSDP, which the launcher did not pass on, as it does un"),
         ("ACCELERATE_USE_DEEPSPEED", "1", "asks for DeepSpeed or Megatron"),
         ("ACCELERATE_DYNAMO_MODE", "max-autotune", "without a dynamo_backend: nothing is compiled"),
         ("ACCELERATE_DYNAMO_USE_DYNAMIC", "1", "without a dynamo_backend: nothing is compiled"),
-        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "asks for a parallelism_config"),
+        ("ACCELERATE_DYNAMO_USE_FULLGRAPH", "1", "without a dynamo_backend: nothing is compiled"),
+        ("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "1", "without a dynamo_backend: nothing is"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "1", "asks for a parallelism_config"),
         ("ACCELERATE_USE_FSDP", "1", "takes the word true alone. Fix: ACCELERATE_USE_FSDP=true"),
     ],
 )
@@ -599,6 +632,16 @@ def test_what_would_be_passed_over_is_refused(
     monkeypatch.setenv(key, value)
     with pytest.raises(LaunchError, match=message):
         refuse_impossible(request, on_cpu=True)
+    if "DYNAMO" in key:  # not where the command line says no to the YAML
+        refuse_impossible(replace(request, is_eager=True), on_cpu=True)
+    if "CLS_TO_WRAP" in key:
+        for policy, is_well in (("TRANSFORMER_BASED_WRAP", True), ("NO_WRAP", False)):
+            monkeypatch.setenv("FSDP_AUTO_WRAP_POLICY", policy)
+            told = (
+                contextlib.nullcontext() if is_well else pytest.raises(LaunchError, match=message)
+            )
+            with told:
+                refuse_impossible(request, on_cpu=True)
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,7 @@ def test_every_format_reads_the_same(tmp_path: Path) -> None:
         ("a.csv", "text,label\nx, \ny,\u00a0\n", "line 2: label is empty\n  line 3: label is empty$"),
         ("a.csv", "text,text\nx,1\n", "column 'text' occurs twice"),
         ("a.csv", b"\x1f\x8b\x08\0", r"a.csv: is compressed \(gzip\). Fix: unpack it"),
+        ("a.csv", b"text,label\n\x28\xb5\x2f\xfd,1\n", r"line 2: byte 2 \(0xb5\) is not UTF-8"),
         ("a.csv", b"PK\x03\x04\0", r"a.csv: is compressed \(zip, as Excel's\)"),
         ("a.csv", "text,label\n".encode("utf-16-le"), "a NUL character. Fix: .* as UTF-8, if it is UTF-16"),
         ("a.csv", b"\xef\xbb\xbf\xff,label\n", r"line 1: byte 4 \(0xff\) is not UTF-8"),
@@ -253,6 +254,7 @@ def test_what_save_to_disk_left_is_what_it_saved(tmp_path: Path) -> None:
 def test_a_data_set_is_known_by_its_content(tmp_path: Path) -> None:
     """`datasets` knows it by the code that made it, which may have read other files since."""
     import datasets
+    import pyarrow as pa
 
     def fingerprint(name: str, *texts: str, shards: int = 1, extra: int = 0) -> str:
         columns = {"text": texts, "label": ["x"] * len(texts), "extra": [extra] * len(texts)}
@@ -263,6 +265,23 @@ def test_a_data_set_is_known_by_its_content(tmp_path: Path) -> None:
         assert len(source.fingerprint) == 64
         return source.fingerprint
 
+    def hashed(column: pa.Array, saves: bool = False, format: str | None = None) -> str:
+        rows = datasets.Dataset(pa.table({"text": ["a", "b", "c", "d"], "label": column}))
+        rows = rows.select(range(1, 3)) if saves else rows.select([1, 2]).flatten_indices()
+        rows.with_format(format).save_to_disk(tmp_path / "twin")
+        source = hub_sources(DataConfig(), str(tmp_path / "twin"))["train"]
+        assert list(source.rows(DataConfig())) == [("row 1", "c", "7")]
+        return source.fingerprint
+
+    hidden = pa.Array.from_buffers(
+        pa.int64(), 4, [pa.py_buffer(b"\x0d"), pa.py_buffer(np.array([9, 8, 7, 6]).tobytes())]
+    )  # the second is null
+    assert hidden.to_pylist() == [9, None, 7, 6]
+    alike = {
+        hashed(pa.array([9, None, 7, 6])), hashed(hidden), hashed(hidden, saves=True),
+        hashed(hidden, format="numpy"), hashed(hidden, format="torch"),
+    }  # fmt: skip
+    assert len(alike) == 1
     first = fingerprint("first", "a", "b", "c")
     assert fingerprint("elsewhere", "a", "b", "c", shards=2, extra=1) == first
     assert fingerprint("other", "a", "b", "d") != first
