@@ -439,6 +439,20 @@ def test_ids_that_are_no_numbers(tmp_path: Path, tiny_model: Path, capsys: Any) 
     assert f"6 texts labelled: {tmp_path / 'out.jsonl'}" in capsys.readouterr().err
 
 
+def test_faults_of_a_file_and_of_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file's are told together; of a pipe the rest may be long in coming."""
+    lines = b'{"text": "a"}\n{"text": 1}\n{"txt": "b"}\n{"text": null}\n'
+    (tmp_path / "rows.jsonl").write_bytes(lines.replace(b"txt", b"text"))
+    with pytest.raises(DataError, match="2 faulty rows. Fix or remove:\n  line 2: .*\n  line 4: "):
+        predict.open_rows(predict.PredictConfig(checkpoint="x", input=tmp_path / "rows.jsonl"))
+    stream = SimpleNamespace(buffer=io.BufferedReader(io.BytesIO(lines)))
+    monkeypatch.setattr(sys, "stdin", stream)
+    rows = predict.open_rows(predict.PredictConfig(checkpoint="x", input="-"))
+    assert next(rows) == ("line", 1, "a")
+    with pytest.raises(DataError, match="standard input: 1 faulty row. .*\n  line 2: text is 1"):
+        next(rows)
+
+
 def test_standard_streams_that_are_closed(rows_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(ConfigError, match="input=-: standard input is closed"):

@@ -38,13 +38,19 @@ def program(tmp_path: Path, text: str, **streams: Any) -> subprocess.CompletedPr
     )  # fmt: skip
 
 
-def test_labels_want_nothing_of_accelerates_state(job: dict[str, Any]) -> None:
+def test_labels_want_nothing_of_accelerates_state(
+    job: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is the process's: somebody may train meanwhile, in another precision."""
     model = accel_ft.fit(**job)
     for state in (AcceleratorState, PartialState):
         state._reset_state()
     GradientState._reset_state()
     classifier = accel_ft.load_classifier(model, all_scores=True)
+    assert classifier.accelerator.precision == "no"
+    with monkeypatch.context() as patch:
+        patch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as this process was launched
+        assert accel_ft.load_classifier(model).accelerator.precision == "bf16"
     found = classifier.predict(["a goal", "profit"])
     assert AcceleratorState._shared_state == PartialState._shared_state == {}
     assert GradientState._shared_state == {}
@@ -72,6 +78,10 @@ def test_opening_draws_no_random_numbers(
     accel_ft.load_classifier(model)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert np.random.get_state()[1].tolist() == before[1]
+    monkeypatch.undo()
+    lora = accel_ft.fit(**job | {"lora_r": 2, "output_dir": f"{job['output_dir']}2"}).parent
+    accel_ft.load_classifier(lora / "checkpoints/step_00000003")  # what is replaced is drawn
+    assert torch.equal(torch.get_rng_state(), before[0])
 
 
 def test_nothing_of_a_run_stays_in_memory(job: dict[str, Any]) -> None:

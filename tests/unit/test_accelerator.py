@@ -544,6 +544,7 @@ def test_compile_modes_without_effect(
         ({"ACCELERATE_DYNAMO_BACKEND": "EAGER", "ACCELERATE_DYNAMO_USE_DYNAMIC": "maybe"},
          "accelerate cannot start: invalid truth value maybe"),
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "no launcher started this process"),
+        ({"LOCAL_WORLD_SIZE": "abc"}, "accelerate cannot start: invalid literal"),
     ],
 )  # fmt: skip
 def test_words_that_accelerate_does_not_know(
