@@ -149,11 +149,12 @@ def test_a_host_that_does_not_listen(job: dict[str, Any], tmp_path: Path) -> Non
         "here, there = socket.socketpair(); there.setblocking(False)\n"
         "signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)\n"
         "try:\n    while True: there.send(b'x')\nexcept BlockingIOError: pass\n"
-        "signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.05, 0.002)\n"
         f"accel_ft.fit(**{json.loads(json.dumps(job, default=str))!r})\n"
         "signal.setitimer(signal.ITIMER_REAL, 0)\nprint('done')\n",
     )
     assert (done.returncode, done.stdout.endswith("done\n")) == (0, True), done.stderr
+    assert "Exception in thread" not in done.stderr
 
 
 def test_a_crash_is_told_where_the_program_wants_it(job: dict[str, Any], tmp_path: Path) -> None:
@@ -165,6 +166,24 @@ def test_a_crash_is_told_where_the_program_wants_it(job: dict[str, Any], tmp_pat
     )
     assert done.returncode == -signal.SIGSEGV
     assert "Segmentation fault" in (tmp_path / "crash.log").read_text()
+
+
+def test_a_crash_of_the_command_is_told_in_the_runs_log(
+    job: dict[str, Any], tmp_path: Path
+) -> None:
+    words = [str(word) for pair in job.items() if pair[1] is not None for word in pair]
+    words[::2] = [f"--{word}" for word in words[::2]]
+    file = tmp_path / "program.py"
+    file.write_text(
+        "import faulthandler, runpy, sys\nfrom accel_ft.engine import run\n"
+        "run.Run.after_update = lambda self: faulthandler._sigsegv()\n"
+        f"sys.argv[1:] = {words!r}\nrunpy.run_module('accel_ft.train', run_name='__main__')\n"
+    )
+    command = [sys.executable, "-X", "faulthandler", "-X", "accel_ft_started_anew", str(file)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=240, check=False)
+    assert done.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in (tmp_path / "run/ranks/rank_00000.log").read_text()
 
 
 def test_a_fault_of_one_rank_is_raised_on_all(job: dict[str, Any], tmp_path: Path) -> None:
