@@ -98,6 +98,19 @@ def test_a_checkpoint_that_only_fsdp_could_open_is_refused() -> None:
         configure(accelerator, torch.nn.Linear(2, 2))
 
 
+def test_layers_are_named_with_or_without_blanks() -> None:
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, state_dict_type="SHARDED_STATE_DICT",
+        transformer_cls_names_to_wrap=["BertLayer", " BertPooler"],
+    )  # fmt: skip
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    with torch.device("meta"):
+        config = AutoConfig.for_model("bert", **MODELS["bert"][0])
+        model = AutoModelForSequenceClassification.from_config(config)
+    configure(SimpleNamespace(state=state, distributed_type=DistributedType.FSDP), model)
+    assert plugin.transformer_cls_names_to_wrap == ["BertLayer", "BertPooler"]
+
+
 def test_the_backward_pass_does_not_gather_the_word_embedding() -> None:
     """It adds rows up, and does not read them."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
