@@ -73,8 +73,8 @@ def fit(config: str | Path | None = None, **settings: Any) -> Path:
         with as_a_guest():
             run(job)
     finally:
-        _fitting.release()
         gc.collect()  # a model's parts know each other
+        _fitting.release()
     atexit.register(close_process_group)  # not before: another `fit` may follow
     return job.output_dir / "model"
 

@@ -242,7 +242,7 @@ def open_rows(config: PredictConfig) -> Iterator[tuple[str, Any, Text]]:
 
     name = "standard input" if config.input == "-" else str(config.input)
     if config.input != "-" and Path(name).is_file():
-        deque(sound_rows(name, _read_rows(config, name)), maxlen=0)  # told now
+        deque(sound_rows(name, _read_rows(config, name)), maxlen=0)  # its last one's too
     rows = sound_rows(name, _read_rows(config, name), most=1)
     first = list(islice(rows, 1))
     return chain(first, rows)
@@ -267,7 +267,7 @@ def _read_rows(
         whose_columns,
     )
 
-    path, kind = str(config.input), config.input_format
+    path, kind = str(config.input), str(config.input_format)
     if path == "-" and sys.stdin is None:
         raise ConfigError("input=-: standard input is closed")
     if kind == "auto":
@@ -289,9 +289,11 @@ def _read_rows(
         yield row, fault and f"{place}: {fault}"
 
 
-def _guess_format(path: str, text_column: str) -> Any:
+def _guess_format(path: str, text_column: str) -> str:
     """Return the format that a name, or a beginning, stands for."""
-    suffix, start = Path(path).suffix.lower().removeprefix("."), b""
+    from accel_ft.data.sources import suffix_of
+
+    suffix, start = suffix_of(Path(path)), b""
     if f".{suffix}" in DATA_FILE_SUFFIXES:
         return suffix
     if path == "-":

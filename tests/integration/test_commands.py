@@ -513,7 +513,14 @@ def test_a_table_is_no_plain_lines(
         monkeypatch.setattr(sys, "stdin", stream)
         return predict._guess_format("-" if place == "-" else str(file), "text")
 
-    headers = [b'\xef\xbb\xbf"text",label\n', b"label\ttext\r\n", b"uid,text\n", b"uid;text;more\n"]
+    headers = [
+        b'\xef\xbb\xbf"text",label\n',
+        b"label\ttext\r\n",
+        b"uid,text\n",
+        b"uid;text;more\n",
+        b"uid|text\n",
+        b"label,some more,text\n",
+    ]
     for header in headers:
         with pytest.raises(ConfigError, match="a table's header. Fix: --input_format csv, tsv or"):
             kind_of(header + b"a goal,1\n")

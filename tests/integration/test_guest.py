@@ -1,7 +1,6 @@
 """`fit` and `load_classifier` in a program of somebody else: what is its own stays its own."""
 
 import gc
-import json
 import logging
 import os
 import signal
@@ -18,7 +17,9 @@ from conftest import ROOT, job_words, launch
 from transformers.models.bert.modeling_bert import BertLayer
 
 import accel_ft
+from accel_ft import train
 from accel_ft.errors import ConfigError, Preempted, UserError
+from accel_ft.predict import Alone
 
 
 @pytest.fixture
@@ -116,8 +117,22 @@ def test_no_checkpoint_is_none() -> None:
         accel_ft.load_classifier(None)  # type: ignore[arg-type]
 
 
-def test_a_loop_over_jobs_does_not_go_on_after_ctrl_c() -> None:
+def test_a_loop_over_jobs_does_not_go_on_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not issubclass(Preempted, UserError)
+
+    def stop(_: object) -> None:
+        raise Preempted("saved")
+
+    monkeypatch.setattr(train, "fit", stop)
+    with pytest.raises(Preempted) as caught:
+        train.main(["--output_dir", "runs/none"])
+    assert not hasattr(caught.value, "__notes__")  # that call the doctor
+
+
+def test_half_precision_on_the_cpu() -> None:
+    for name, kind in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        with Alone(torch.device("cpu"), name).autocast():
+            assert torch.get_autocast_dtype("cpu") == kind
 
 
 def test_signals_that_the_program_handles_itself(job: dict[str, Any], tmp_path: Path) -> None:
@@ -130,7 +145,7 @@ def test_signals_that_the_program_handles_itself(job: dict[str, Any], tmp_path: 
         "signal.set_wakeup_fd(there.fileno())\n"
         "after = run.Run.after_update\n"
         "run.Run.after_update = lambda self: (os.kill(os.getpid(), signal.SIGHUP), after(self))[1]\n"
-        f"accel_ft.fit(**{json.loads(json.dumps(job, default=str))!r})\n"
+        f"accel_ft.fit(**{job!r})\n"
         "here.settimeout(20); heard = b''\n"
         "while len(heard) < 3: heard += here.recv(9)\n"
         "print(set(heard) == {signal.SIGHUP}, signal.set_wakeup_fd(-1) == there.fileno())\n",
@@ -150,7 +165,7 @@ def test_a_host_that_does_not_listen(job: dict[str, Any], tmp_path: Path) -> Non
         "signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)\n"
         "try:\n    while True: there.send(b'x')\nexcept BlockingIOError: pass\n"
         "signal.setitimer(signal.ITIMER_REAL, 0.05, 0.002)\n"
-        f"accel_ft.fit(**{json.loads(json.dumps(job, default=str))!r})\n"
+        f"accel_ft.fit(**{job!r})\n"
         "signal.setitimer(signal.ITIMER_REAL, 0)\nprint('done')\n",
     )
     assert (done.returncode, done.stdout.endswith("done\n")) == (0, True), done.stderr
@@ -161,7 +176,7 @@ def test_a_crash_is_told_where_the_program_wants_it(job: dict[str, Any], tmp_pat
     done = program(
         tmp_path,
         "import faulthandler\nimport accel_ft\nfile = open('crash.log', 'w')\n"
-        f"faulthandler.enable(file)\naccel_ft.fit(**{json.loads(json.dumps(job, default=str))!r})\n"
+        f"faulthandler.enable(file)\naccel_ft.fit(**{job!r})\n"
         "faulthandler._sigsegv()\n",
     )
     assert done.returncode == -signal.SIGSEGV
@@ -188,11 +203,10 @@ def test_a_crash_of_the_command_is_told_in_the_runs_log(
 
 def test_a_fault_of_one_rank_is_raised_on_all(job: dict[str, Any], tmp_path: Path) -> None:
     """Else the others wait for it, where the program goes on."""
-    keys = json.loads(json.dumps(job, default=str))
     script = tmp_path / "script.py"
     script.write_text(
         "import os, accel_ft\nfrom accel_ft.errors import UserError\n"
-        f"keys = {keys!r}\naccel_ft.fit(**keys)\n"
+        f"keys = {job!r}\naccel_ft.fit(**keys)\n"
         "try:\n    accel_ft.fit(**keys)\nexcept UserError as error:\n"
         "    os.write(1, f'skipped: {error}\\n'.encode())\n"
         "accel_ft.fit(**keys | {'output_dir': keys['output_dir'] + '2'})\n"
@@ -202,7 +216,7 @@ def test_a_fault_of_one_rank_is_raised_on_all(job: dict[str, Any], tmp_path: Pat
     assert (tmp_path / "run2/model/config.json").is_file()
     script.write_text(
         "import os, accel_ft\nfrom pathlib import Path\nfrom accel_ft.errors import UserError\n"
-        f"keys = {keys!r} | {{'output_dir': {str(tmp_path / 'run3')!r}}}\nmkdir = Path.mkdir\n"
+        f"keys = {job!r} | {{'output_dir': {str(tmp_path / 'run3')!r}}}\nmkdir = Path.mkdir\n"
         "def fails(path, *words, **more):\n"
         "    if path.name == 'ranks' and os.environ['RANK'] == '1':\n"
         "        raise OSError('no room for it')\n"

@@ -150,6 +150,7 @@ def test_rows_that_change_beside_a_run(
         assert read_record(tmp_path / "run").mistakes == []
         evaluate.main(["--checkpoint", str(tmp_path / "run")])
         assert "some may have been trained on" in caplog.text
+        assert "--test_split_name" not in caplog.text
         caplog.clear()
         write_rows(rows, 40, seed=40)
         for more in ([], ["--max_eval_samples", "2"], ["--max_eval_samples", "none"]):

@@ -586,7 +586,19 @@ def test_labels_that_look_alike_are_told(
     tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "a.jsonl"
-    labels = ("Sports", "sports ", "caf\u00e9", "cafe\u0301", "b", "b\u200b", "1", "1.0", "01")
+    labels = (
+        "Sports",
+        "sports ",
+        "caf\u00e9",
+        "cafe\u0301",
+        "b",
+        "b\u200b",
+        "1",
+        "1.0",
+        "01",
+        "v1",
+        "v1.0",
+    )
     lines = [json.dumps({"text": "the a", "label": label}) for label in labels]
     file.write_text("\n".join(lines))
     with caplog.at_level("WARNING"):

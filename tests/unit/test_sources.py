@@ -82,6 +82,7 @@ def test_every_format_reads_the_same(tmp_path: Path) -> None:
         ("a.csv", "text,text\nx,1\n", "column 'text' occurs twice"),
         ("a.csv", b"\x1f\x8b\x08\0", r"a.csv: is compressed \(gzip\). Fix: unpack it"),
         ("a.csv", b"text,label\n\x28\xb5\x2f\xfd,1\n", r"line 2: byte 2 \(0xb5\) is not UTF-8"),
+        ("a.csv", b"\x28\xb5\x2f\xfd\0", r"a.csv: is compressed \(zstd\)"),
         ("a.csv", b"PK\x03\x04\0", r"a.csv: is compressed \(zip, as Excel's\)"),
         ("a.csv", "text,label\n".encode("utf-16-le"), "a NUL character. Fix: .* as UTF-8, if it is UTF-16"),
         ("a.csv", b"\xef\xbb\xbf\xff,label\n", r"line 1: byte 4 \(0xff\) is not UTF-8"),
