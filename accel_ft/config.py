@@ -4,6 +4,7 @@ Keys are flat and named as in `transformers.TrainingArguments` where it has one.
 strategy, number of processes and compile belong to accelerate's YAML and are not here.
 """
 
+import errno
 import math
 import os
 import re
@@ -55,14 +56,38 @@ IDENTITY_KEYS = {
 # Of a run, what a resume compares.
 COMPARED = IDENTITY_KEYS | {"labels", "train_data", "pretrained", "mixed_precision"}
 FIXED = {"freeze", "lora_r", "lora_target_modules"}  # of these, what no allow_changed lets differ
+CHOOSES = ("load_best_model_at_end", "early_stopping_patience")
+NEEDS = {  # keys that do nothing without one of others
+    **dict.fromkeys(("lora_alpha", "lora_dropout", "lora_target_modules"), ("lora_r",)),
+    **dict.fromkeys(("metric_for_best_model", "greater_is_better"), CHOOSES),
+    "early_stopping_threshold": ("early_stopping_patience",),
+    **dict.fromkeys(("hub_model_id", "hub_private_repo"), ("push_to_hub",)),
+    "lr_reference_batch_size": ("lr_scaling",),
+}
+IDLE_UNDER = (  # key, and the values of another under which it does nothing
+    ("warmup_steps", "lr_scheduler_type", ("constant",)),
+    ("layerwise_lr_decay", "freeze", ("encoder",)),
+    ("gradient_checkpointing", "freeze", ("encoder",)),
+    ("label_separator", "problem_type", ("single_label_classification", "regression")),
+)
 CLASS_METRIC = re.compile(r"per_class\.(.+)\.(precision|recall|f1)")
 
 
 def _expanded(value: Any) -> Any:
     """`~` is the home folder; an empty variable of the shell is no folder."""
-    if isinstance(value, str) and value == "":
+    if not isinstance(value, str | os.PathLike):
+        return value
+    if value == "":
         raise ValueError("is empty")
-    return os.path.expanduser(value) if isinstance(value, str | os.PathLike) else value
+    path = os.path.expanduser(value)
+    try:
+        os.stat(path)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise ValueError("is too long a name") from error
+    except ValueError as error:  # a null character in it
+        raise ValueError("is no path") from error
+    return path
 
 
 EXPANDED = BeforeValidator(_expanded)
@@ -72,17 +97,17 @@ Place = Annotated[str, EXPANDED]  # a path, or what is none: a name on the Hub, 
 
 
 def _cut_at_commas(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    return [part.strip() for part in value.split(",") if part.strip()]
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
 def _names(value: Any) -> Any:
-    is_none = value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
-    return () if is_none else _cut_at_commas(value)
+    is_none = value is None or (isinstance(value, str) and value.lower() in ("none", "null", ""))
+    cut = () if is_none else _cut_at_commas(value)
+    return [name for name in cut if name] if isinstance(value, str) else cut
 
 
-Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
+Name = Annotated[str, Field(min_length=1)]
+Names = Annotated[tuple[Name, ...], BeforeValidator(_names)]
 Weight = Annotated[float, Field(gt=1e-9, lt=1e9)]
 Weights = Annotated[tuple[Weight, ...], BeforeValidator(_cut_at_commas)]
 Fault = tuple[tuple[str, ...], str]  # the keys it touches, the message
@@ -121,8 +146,9 @@ class Config(BaseModel):
         kinds = type_name(cls.model_fields[str(info.field_name)].annotation).split("|")
         if value is False and "off" in kinds:
             return "off"  # as YAML reads it
-        if isinstance(value, bool) and kinds != ["BOOL"]:
-            raise PydanticCustomError("bool", "{found} given", {"found": str(value).lower()})
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(each, bool) and kinds != ["BOOL"]:
+                raise PydanticCustomError("bool", "{found} given", {"found": str(each).lower()})
         return value
 
     @field_validator("*")
@@ -175,14 +201,14 @@ class DataConfig(Config):
     dataset_name: Place | None = None
     """Data set on the Hub, or a folder `datasets` reads; left out, with no file either:
     fancyzhx/ag_news."""
-    dataset_config_name: str | None = None
+    dataset_config_name: Name | None = None
     """Configuration of dataset_name, such as mrpc of nyu-mll/glue."""
-    train_split_name: str | None = None
+    train_split_name: Name | None = None
     """Split of dataset_name with the training rows; left out: train."""
-    validation_split_name: str | None = None
+    validation_split_name: Name | None = None
     """Split of dataset_name with the validation rows, such as mnli's validation_matched. Left out:
     validation; where there is none, or another key names it, rows are cut off the training rows."""
-    test_split_name: str | None = None
+    test_split_name: Name | None = None
     """Split of dataset_name with the test rows; left out: test, where there is one that no other
     key names."""
     train_file: File | None = None
@@ -334,7 +360,8 @@ class TrainConfig(HubConfig, DataConfig):
     seed: int = Field(42, ge=0)
     """Seed of the new head, the sample order and dropout."""
     logging_steps: int = Field(20, ge=1)
-    """Updates between train events in metrics.jsonl."""
+    """Updates between train events in metrics.jsonl; there is one at each evaluation that
+    early_stopping_patience may stop at, too."""
     eval_steps: int | None = Field(None, ge=1)
     """Updates between evaluations; left out: at the end of each epoch."""
     save_steps: int = Field(500, ge=1)
@@ -401,8 +428,9 @@ class TrainConfig(HubConfig, DataConfig):
     @property
     def best_metric(self) -> str:
         """What best means: the first metric of the problem type where none is named."""
-        named = (self.metric_for_best_model or "").removeprefix("eval_")
-        return named or METRICS[self.problem_type][0]
+        if self.metric_for_best_model is None:
+            return METRICS[self.problem_type][0]
+        return self.metric_for_best_model.removeprefix("eval_")
 
     @property
     def best_label(self) -> str | None:
@@ -433,6 +461,21 @@ class TrainConfig(HubConfig, DataConfig):
         if self.takes_highest == (self.best_metric not in ERRORS):
             return self.best_metric
         return f"{self.best_metric}, the {'highest' if self.takes_highest else 'lowest'}"
+
+    def idle_keys(self) -> Iterator[tuple[str, tuple[str, ...], str]]:
+        """Yield each key that is set and does nothing, the keys that decide so, and the words."""
+
+        def is_set(key: str) -> bool:
+            return bool(getattr(self, key) != TrainConfig.model_fields[key].default)
+
+        for key, needed in NEEDS.items():
+            if is_set(key) and all(getattr(self, each) in (None, False, "none") for each in needed):
+                words = f"{key} has no effect on training without {' or '.join(needed)}"
+                yield key, needed, words
+        for key, other, values in IDLE_UNDER:
+            if is_set(key) and getattr(self, other) in values:
+                words = f"{key} has no effect under {other}={getattr(self, other)}"
+                yield key, (other,), words
 
     def rules(self) -> Iterator[Fault]:
         """Check the keys against each other."""

@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise Preempted("the examination was stopped before its end") from error
     except (UserError, OSError) as error:  # OSError: a folder that cannot be made
         note(Finding("set-up", Verdict.FAIL, str(error)))
+        if not is_main:
+            raise  # to be told, should it be this rank's alone
     findings.pop()
     write()
     counts = {verdict: sum(f.verdict is verdict for f in findings) for verdict in Verdict}

@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
@@ -197,9 +198,10 @@ def leave_last_words(message: str) -> None:
     if path:
         words = json.dumps({"message": message, "timestamp": str(int(time.time()))})
         with contextlib.suppress(OSError):  # whole or not: the launcher cannot read half of it
-            with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+            own = f"{path}.{threading.get_ident()}"  # the watch's thread may leave some, too
+            with open(own, "w", encoding="utf-8") as file:
                 file.write(words)
-            os.replace(f"{path}.tmp", path)
+            os.replace(own, path)
 
 
 def _let_rank_0_speak_first() -> None:

@@ -12,7 +12,9 @@ from accel_ft.errors import run_command
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the report, or print the differences."""
-    parser = argparse.ArgumentParser(prog="python -m accel_ft.report", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m accel_ft.report", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("runs", nargs="+", type=_folder, metavar="RUN", help="folder of a run")
     parser.add_argument(
         "--output",

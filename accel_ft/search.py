@@ -69,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # it would print a failed trial's traceback
     settings, space = read_settings(config.job, "job"), read_settings(config.space, "space")
     job = checked(TrainConfig, settings, origin=dict.fromkeys(settings, f" ({config.job})"))
+    if job.resume_from_checkpoint not in (None, "latest"):
+        resumed = f"resume_from_checkpoint={job.resume_from_checkpoint} ({config.job})"
+        raise ConfigError(f"{resumed}: trials begin anew. Fix: leave it out")
     check_first_rows(job)
     ranges = _checked_ranges(config, settings, space)
     search = _Search(config, job, settings, space, ranges, _shares(config))
@@ -354,7 +357,10 @@ def _checked_ranges(
                 raise ConfigError(f"{key}: has no effect beside max_steps")
             ranges[key] = _distribution(key, values)
             for value in values if isinstance(values, list) else (values["low"], values["high"]):
-                checked(TrainConfig, fixed | {key: value})
+                job = checked(TrainConfig, fixed | {key: value})
+                for idle, others, words in job.idle_keys():
+                    if idle == key and not space.keys() & others:
+                        raise ConfigError(words)
         except ConfigError as error:
             faults.append(str(error))
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
@@ -380,6 +386,8 @@ def _distribution(key: str, values: Any) -> Any:
     if "FLOAT" in kinds:
         return distributions.FloatDistribution(**values)
     if "INT" in kinds:
+        if any(v != int(v) for v in values.values()):
+            raise ValueError("not of whole numbers")
         return distributions.IntDistribution(**values)
     raise TypeError("of what is no number")
 

@@ -121,11 +121,13 @@ def parse(
     parser = _parser(config_class, prog)
     options, unknown = parser.parse_known_args(argv)
     given = vars(options)
-    config_file, print_config = given.pop("config", None), given.pop("print_config", False)
+    config_files, print_config = given.pop("config", []), given.pop("print_config", False)
+    if len(config_files) > 1:
+        raise ConfigError(f"config={', '.join(config_files)}: one file can be given. Fix: keep one")
     faults: list[str] = []
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
-    if config_file is not None:
+    for config_file in config_files:
         for key, value, line in _read_yaml(Path(os.path.expanduser(config_file))):
             values[key], origin[key] = value, f" ({config_file}, line {line})"
     for key, value in given.items():
@@ -336,7 +338,10 @@ def _parser(config_class: type[Config], prog: str) -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument(
-        "--config", metavar="FILE", help="YAML with any of the keys below; --key value overrides it"
+        "--config",
+        action="append",
+        metavar="FILE",
+        help="YAML with any of the keys below; --key value overrides it",
     )
     parser.add_argument(
         "--print_config", action="store_true", help="print every key as it would be used, and stop"
@@ -365,7 +370,8 @@ def _parser(config_class: type[Config], prog: str) -> argparse.ArgumentParser:
 def _from_text(key: str, field: FieldInfo, value: Any) -> Any:
     """A command-line word; `none` and `null` mean None where the key allows it."""
     if isinstance(value, list):
-        value = ",".join(value) or True  # True: there is none
+        words = (word.strip(",") for word in value)
+        value = ",".join(word for word in words if word) or True  # True: there is none
     is_none = isinstance(value, str) and value.lower() in ("none", "null")
     is_none = is_none and key not in ("text", "text_pair")  # a text is what it is
     return None if is_none and type(None) in typing.get_args(field.annotation) else value

@@ -52,6 +52,7 @@ from accel_ft.model import dropout
 from accel_ft.model.memory import device_bytes
 from accel_ft.model.optim import make_optimizer, make_scheduler, scaled_learning_rate
 from accel_ft.model.plain import plain_model
+from accel_ft.runtime import trackers
 from accel_ft.runtime.hub import hub_reachable
 from accel_ft.runtime.launch import make_training_accelerator
 from accel_ft.runtime.logging import progress_bar, read_events
@@ -154,6 +155,7 @@ def _on_the_job(
     yield machine.clocks()
     yield machine.hub(hub_reachable)
     yield machine.links(accelerator.device)
+    yield _keys(config)
     job = _probe(config, folder, watch)
     capacity = device_bytes(accelerator.device)  # before the run has its share of it
     run = _quiet(build(job, accelerator, watch))
@@ -178,6 +180,15 @@ def _on_the_job(
             yield from resume.resume(partial(next, jobs), folder, steps=1)
 
 
+def _keys(config: TrainConfig) -> Finding:
+    """Whether what is set has an effect."""
+    trackers.check(config.report_to)
+    idle = [words for _, _, words in config.idle_keys()]
+    if idle:
+        return Finding("keys", Verdict.WARN, "; ".join(idle), "leave them out")
+    return Finding("keys", Verdict.PASS, "all that are set have an effect")
+
+
 def _disk(run: Run, config: TrainConfig) -> Finding:
     """Whether the whole job's checkpoints have room, not the probe's."""
     per_epoch = math.ceil(_num_rows(run, config) / run.plan.global_batch_size)
@@ -199,6 +210,8 @@ def _quiet(run: Run) -> Run:
 def _on_the_data(run: Run) -> Iterator[Finding]:
     loader = make_loader(run.accelerator, run.train_batches, 0, run.config.dataloader_num_workers)
     yield tensors.dataset_tensors(loader)
+    split = run.splits.train
+    yield learning.varied_texts(split.tokens(np.arange(len(split), dtype=np.int64)))
     per_epoch = run.plan.steps_per_epoch * run.num_micro_batches
     twice = Batches(
         run.train_batches.split, run.train_batches.pad, 2 * per_epoch, run.train_batches.places
@@ -358,7 +371,11 @@ def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
         return losses[-1]
 
     one_label = run.config.problem_type == "single_label_classification"
-    learnt = learning.overfits(step, goal=0.1 if one_label else None)
+    goal, chance = None, 0.0
+    if one_label:
+        goal, shares = 0.1, batch["labels"].bincount() / len(chosen)
+        chance = float(torch.special.entr(shares).sum())
+    learnt = learning.overfits(step, goal=goal, chance=chance)
     falls = min(losses) < losses[0] and math.isfinite(losses[-1])
     if learnt.verdict == Verdict.FAIL and falls and run.config.lora_r is not None:
         learnt = replace(learnt, verdict=Verdict.WARN)  # adapters may be too few for it

@@ -2,9 +2,11 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from accel_ft.diagnosis.finding import Finding, Verdict, check
@@ -12,7 +14,9 @@ from accel_ft.errors import listed
 from accel_ft.runtime.fsdp import whole
 
 ENOUGH_UPDATES = 20  # to tell a loss that does not fall
-FALLING = 0.9
+FALLING = 0.9  # of the first loss
+LEARNT = 0.6  # of the loss of who predicts the labels' shares
+ENOUGH_ROWS = 8  # to tell copies
 LOWEST_RATE, HIGHEST_RATE = 1e-7, 1e-2
 
 
@@ -86,7 +90,11 @@ def gradient_norms(model: nn.Module) -> Finding:
 
 @check("overfits")
 def overfits(
-    step: Callable[[], float], steps: int = 200, seconds: float = 15.0, goal: float | None = 0.1
+    step: Callable[[], float],
+    steps: int = 200,
+    seconds: float = 15.0,
+    goal: float | None = 0.1,
+    chance: float = 0.0,
 ) -> Finding:
     """Train on the same few samples again and again: the loss must come near zero.
 
@@ -98,6 +106,8 @@ def overfits(
         goal: loss in nats that is near enough, above what label smoothing leaves; None for a third
             of the first one, where a loss has no scale of its own. Three updates in a row must be
             below it.
+        chance: loss in nats of who knows the labels' shares alone. One that is far below it, and
+            not near, is a WARN: it has learnt something.
     """
     losses: list[float] = []
     started = time.monotonic()
@@ -116,12 +126,31 @@ def overfits(
     falls = losses[-1] < FALLING * losses[0]
     if len(losses) < (steps if falls else min(steps, ENOUGH_UPDATES)) and math.isfinite(losses[-1]):
         return Verdict.SKIP(f"{about}: too slow a device to tell in {seconds:.0f} s")
-    return Verdict.FAIL(
+    verdict = Verdict.WARN if max(losses[-3:]) < LEARNT * chance else Verdict.FAIL
+    return verdict(
         about,
         "are labels and rows of one sample? is a layer frozen, see `gradient norms`, that should "
         "learn? does the optimizer hold the parameters, and is the "
         "learning rate of the right size (1e-5 to 1e-3 for AdamW)?",
     )
+
+
+@check("texts")
+def varied_texts(rows: Sequence[NDArray[np.int32]]) -> Finding:
+    """Look at what the model sees: not the same few texts.
+
+    Args:
+        rows: token ids of each text, cut as they will be.
+    """
+    count = len({row.tobytes() for row in rows})
+    about = f"{count} different ones in {len(rows)} rows, tokenised and cut"
+    if count <= len(rows) / 2 and len(rows) >= ENOUGH_ROWS:
+        return Verdict.WARN(
+            about,
+            "rows without copies; a tokenizer that knows their words; a max_seq_length "
+            "beyond what all of them begin with",
+        )
+    return Verdict.PASS(about)
 
 
 @check("predictions")

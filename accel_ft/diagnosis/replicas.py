@@ -6,27 +6,15 @@ from itertools import chain
 from typing import Any
 
 import torch
-import xxhash
 from torch import nn
 
 from accel_ft.diagnosis.finding import Finding, Verdict, check, gather, num_ranks
 from accel_ft.diagnosis.gradients import gradients_of
+from accel_ft.engine.agreement import digest
 from accel_ft.errors import listed
 from accel_ft.runtime.fsdp import strategy_of
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
-
-
-def digest(tensor: torch.Tensor) -> str:
-    """Return a hash of a tensor's values and shape; two with the same have the same bits."""
-    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # this rank's share
-    if tensor.is_sparse:
-        tensor = tensor.detach().coalesce()
-        return digest(tensor.indices()) + digest(tensor.values())
-    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    hashed = xxhash.xxh3_128(f"{tensor.dtype}{list(tensor.shape)}".encode())
-    hashed.update(flat.numpy().data)
-    return hashed.hexdigest()
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from accel_ft.diagnosis.finding import Finding, Verdict, gather
-from accel_ft.diagnosis.replicas import digest
+from accel_ft.engine.agreement import digest
 from accel_ft.errors import listed
 from accel_ft.runtime.guest import own_random_numbers
 

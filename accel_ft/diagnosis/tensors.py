@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_ft.diagnosis.finding import Finding, Verdict, check
 from accel_ft.diagnosis.gradients import gradients_of, untouched
-from accel_ft.diagnosis.replicas import digest
+from accel_ft.engine.agreement import digest
 from accel_ft.errors import listed
 from accel_ft.runtime.guest import own_random_numbers
 

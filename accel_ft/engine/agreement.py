@@ -7,6 +7,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+import xxhash
 from accelerate import Accelerator
 
 from accel_ft.config import FILE_KEYS, HUB_KEYS, TrainConfig
@@ -48,6 +50,43 @@ def refuse_other_jobs(config: TrainConfig, accelerator: Accelerator, watch: Watc
             "the ranks were started for different jobs. Fix: the same command, files, environment "
             "and versions on every machine\n  " + listed(faults, 10, "\n  ")
         )
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Return a hash of a tensor's values and shape; two with the same have the same bits."""
+    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # this rank's share
+    if tensor.is_sparse:
+        tensor = tensor.detach().coalesce()
+        return digest(tensor.indices()) + digest(tensor.values())
+    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    hashed = xxhash.xxh3_128(f"{tensor.dtype}{list(tensor.shape)}".encode())
+    hashed.update(flat.numpy().data)
+    return hashed.hexdigest()
+
+
+def refuse_other_models(model: Any, labels: list[str], watch: Watch) -> None:
+    """Refuse ranks that have loaded another model than rank 0: each machine has its own folders.
+    Collective.
+
+    Args:
+        model: not wrapped yet.
+        labels: by id.
+
+    Raises:
+        ConfigError: naming what differs, and a rank.
+    """
+    about = {f"config.json's {key}": value for key, value in model.config.to_dict().items()}
+    about |= {name: (digest(p), p.requires_grad) for name, p in model.named_parameters()}
+    about["labels"] = labels
+    about.pop("config.json's _name_or_path", None)
+    first, *others = watch.all_gather(about)
+    for rank, other in enumerate(others, 1):
+        names = [name for name in first | other if first.get(name) != other.get(name)]
+        if names:
+            raise ConfigError(
+                f"rank {rank} has loaded another model than rank 0: {listed(names, 5)} differ. "
+                "Fix: the same files on every machine"
+            )
 
 
 def refuse_other_rows(fingerprints: list[dict[str, Any]]) -> None:

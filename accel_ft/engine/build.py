@@ -16,7 +16,7 @@ from accel_ft.data.loader import Batches, Padding, collate, train_places
 from accel_ft.data.plan import Plan
 from accel_ft.data.splits import Split, Splits, class_weights, load_splits
 from accel_ft.data.tokenize import INPUTS
-from accel_ft.engine.agreement import refuse_other_jobs, refuse_other_rows
+from accel_ft.engine.agreement import refuse_other_jobs, refuse_other_models, refuse_other_rows
 from accel_ft.engine.evaluation import make_eval_loader
 from accel_ft.engine.fitting import DEFAULT_GLOBAL_BATCH_SIZE, fit_micro_batch, longest
 from accel_ft.engine.graphs import Graphs, can_record
@@ -47,21 +47,8 @@ from accel_ft.runtime.watch import Watch
 
 logger = logging.getLogger(__name__)
 
-CHOOSES = ("load_best_model_at_end", "early_stopping_patience")
-NEEDS = {  # keys that do nothing without one of others
-    **dict.fromkeys(("lora_alpha", "lora_dropout", "lora_target_modules"), ("lora_r",)),
-    **dict.fromkeys(("metric_for_best_model", "greater_is_better"), CHOOSES),
-    "early_stopping_threshold": ("early_stopping_patience",),
-    **dict.fromkeys(("hub_model_id", "hub_private_repo"), ("push_to_hub",)),
-    "lr_reference_batch_size": ("lr_scaling",),
-}
 # Of a probe that runs on a CPU, maybe on one thread of it.
 PROBED_ROWS, PROBED_TOKENS, PROBED_PARAMETERS = 1000, 600, 5 * 10**8
-IDLE_UNDER = (  # key, and the values of another under which it does nothing
-    ("warmup_steps", "lr_scheduler_type", ("constant",)),
-    ("layerwise_lr_decay", "freeze", ("encoder",)),
-    ("label_separator", "problem_type", ("single_label_classification", "regression")),
-)
 
 
 def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
@@ -88,7 +75,7 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     )  # fmt: skip
     places = partial(train_places, plan, num_micro_batches)
     num_steps = config.updates(plan.steps_per_epoch)
-    _warn_of_idle_keys(config, num_steps)
+    _warn_of_idle_keys(config, num_steps, plan.steps_per_epoch)
     watch.stage("model")
     model, counts, optimizer, scheduler = _build_model(
         config, accelerator, watch, splits, tokenizer, pad, num_steps
@@ -223,6 +210,8 @@ def _build_model(
     prepared, and the schedule.
     """
     model, new_parameters = plain_model(config, accelerator.device, splits.label_names, tokenizer)
+    if accelerator.num_processes > 1:
+        refuse_other_models(model, splits.label_names, watch)
     if new_parameters:
         logger.info(
             "not in the pretrained model, so drawn at random (a resume loads them): %s",
@@ -304,20 +293,24 @@ def _resolve_batch(
     return config.resolved(global_batch_size=size, gradient_accumulation_steps=None), steps
 
 
-def _warn_of_idle_keys(config: TrainConfig, num_steps: int) -> None:
+def _warn_of_idle_keys(config: TrainConfig, num_steps: int, steps_per_epoch: int) -> None:
     """Warn of keys that were set and do nothing in this job."""
-
-    def is_set(key: str) -> bool:
-        return bool(getattr(config, key) != TrainConfig.model_fields[key].default)
-
-    for key, needed in NEEDS.items():
-        if is_set(key) and all(getattr(config, each) in (None, False, "none") for each in needed):
-            logger.warning("%s has no effect on training without %s", key, " or ".join(needed))
-    for key, other, values in IDLE_UNDER:
-        if is_set(key) and getattr(config, other) in values:
-            logger.warning("%s has no effect under %s=%s", key, other, getattr(config, other))
-    if num_steps <= config.warmup_steps and config.lr_scheduler_type != "constant":
+    for _, _, words in config.idle_keys():
+        logger.warning(words)
+    if num_steps <= round(config.warmup_steps) and config.lr_scheduler_type != "constant":
         logger.warning(
             "warmup_steps=%g: the run has %d updates, and never comes to its learning_rate",
             config.warmup_steps, num_steps,
         )  # fmt: skip
+    evaluations = math.ceil(num_steps / (config.eval_steps or steps_per_epoch))
+    patience = config.early_stopping_patience
+    if patience is not None and evaluations <= patience + 1:
+        logger.warning(
+            "early_stopping_patience=%d: the run has %d evaluations, and cannot stop before its "
+            "end. Fix: fewer eval_steps",
+            patience, evaluations,
+        )  # fmt: skip
+    if config.load_best_model_at_end and evaluations == 1:
+        logger.warning(
+            "load_best_model_at_end: the run has one evaluation, at its end. Fix: fewer eval_steps"
+        )

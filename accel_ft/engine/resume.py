@@ -79,6 +79,13 @@ def _tell_what_differs(run: Run, saved: dict[str, Any]) -> None:
             "an update had %d micro-batches per rank, now it has %d: dropout masks change",
             before, parts,
         )  # fmt: skip
+    here, there = run.identity, saved["identity"]
+    if any(here[key] != there[key] for key in ("global_batch_size", "train_data")):
+        logger.warning(
+            "other rows, or another global_batch_size, than before: updates are counted, so %d of "
+            "%d are done, as if those had been of this job; rows of epoch %.2f come next",
+            run.step, run.num_steps, run.step / run.plan.steps_per_epoch,
+        )  # fmt: skip
     validation = run.splits.validation
     if validation.store is run.splits.train.store:  # cut off them
         validation.warn_if_trained_on(saved["identity"]["train_data"])

@@ -3,11 +3,13 @@
 import csv
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import job_words, launch, run_hash, write_rows
+from safetensors.torch import load_file, save_file
 
 from accel_ft import evaluate, predict, train
 from accel_ft.errors import DataError
@@ -229,3 +231,47 @@ def test_fit_in_a_script_leaves_no_group_open(
     done = launch("cpu_ddp.yaml", "--num_processes", 2, script)
     assert done.stdout.split().count("closed") == 2
     assert "open" not in done.stdout.split()
+
+
+OTHER_MODEL = """
+import json, os, sys
+from pathlib import Path
+import accel_ft
+from accel_ft.errors import ConfigError
+from accel_ft.model import load
+
+if os.environ["RANK"] == "1":  # a machine of its own
+    folder = load.resolve
+    load.resolve = lambda name, *more: sys.argv[2] if name == sys.argv[1] else folder(name, *more)
+try:
+    accel_ft.fit(**json.loads(sys.argv[3]))
+except ConfigError as error:
+    os.write(1, f"{error}\\n".encode())
+"""
+
+
+def test_a_machine_with_another_model(
+    tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path
+) -> None:
+    """DDP would send rank 0's weights to layers of other sizes of dropout; FSDP2 would mix both."""
+    script, other = tmp_path / "script.py", shutil.copytree(tiny_model, tmp_path / "other")
+    script.write_text(OTHER_MODEL)
+    about = json.loads((other / "config.json").read_text())
+    weights = load_file(other / "model.safetensors")
+    for change in ("dropout", "weights"):
+        now = about | {"hidden_dropout_prob": 0.3} if change == "dropout" else about
+        (other / "config.json").write_text(json.dumps(now))
+        if change == "weights":
+            weights["pooler.dense.bias"][0] += 1
+            save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+        job = {
+            "model_name_or_path": str(tiny_model), "train_file": str(rows_file),
+            "validation_file": str(odd_file), "output_dir": str(tmp_path / change), "max_steps": 1,
+            "max_seq_length": 32,
+        }  # fmt: skip
+        done = launch(
+            "cpu_ddp.yaml", "--num_processes", 2, script, tiny_model, other, json.dumps(job)
+        )
+        what = {"dropout": "config.json's hidden_dropout_prob", "weights": "bert.pooler.dense.bias"}
+        told = f"rank 1 has loaded another model than rank 0: {what[change]} differ. Fix: the same"
+        assert done.stdout.count(told) == 2, done.stdout

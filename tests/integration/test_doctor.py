@@ -1,7 +1,10 @@
 """The doctor on accel_ft's own jobs: no false alarm on a healthy one, and the fault named on a broken one."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import job_words, launch, untimed_verdicts
+from conftest import ROOT, job_words, launch, untimed_verdicts
 
 from accel_ft import doctor, train
 from accel_ft.checkpoint import convert
@@ -144,6 +147,30 @@ def test_faults_of_the_user_are_findings(tmp_path: Path, tiny_model: Path) -> No
     )
     assert (code, found["set-up"]["verdict"]) == (1, "FAIL")
     assert "every row has the label 'x'" in found["set-up"]["measured"]
+
+
+def test_keys_without_effect_and_trackers_that_are_not_there(
+    tmp_path: Path, tiny_model: Path, rows_file: Path
+) -> None:
+    words = ("--model_name_or_path", tiny_model, "--train_file", rows_file, "--max_seq_length", 32)
+    words = (*words, "--global_batch_size", 8)
+    code, found = examined(tmp_path, *words, "--lora_alpha", 8)
+    assert (code, found["keys"]["verdict"]) == (0, "WARN")
+    assert found["keys"]["measured"] == "lora_alpha has no effect on training without lora_r"
+    code, found = examined(tmp_path, *words, "--report_to", "foo")
+    assert (code, found["set-up"]["measured"][:32]) == (1, "report_to=foo: no such tracker. ")
+
+
+def test_a_fault_of_one_rank_is_told(tmp_path: Path) -> None:
+    """Rank 0 alone prints findings."""
+    (tmp_path / "file").touch()
+    done = subprocess.run(
+        [sys.executable, "-m", "accel_ft.doctor", "--output_dir", tmp_path / "file/run"],
+        env=os.environ | {"RANK": "1", "WORLD_SIZE": "1"}, cwd=ROOT, capture_output=True,
+        text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert re.search("^error: .*Not a directory", done.stderr)
 
 
 def test_a_check_that_fails_itself(tmp_path: Path) -> None:

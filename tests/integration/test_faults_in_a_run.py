@@ -528,7 +528,9 @@ def test_a_folder_belongs_to_one_run(
     train.main([*words, "--max_steps", "1"])
 
 
-def test_a_changed_setting_is_refused_unless_allowed(words: list[str], tmp_path: Path) -> None:
+def test_a_changed_setting_is_refused_unless_allowed(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train.main([*words, "--max_steps", "2"])
     again = [*words, "--max_steps", "4", "--resume_from_checkpoint", "latest", "--seed", "1"]
     again += ["--learning_rate", "1e-4"]
@@ -542,8 +544,13 @@ def test_a_changed_setting_is_refused_unless_allowed(words: list[str], tmp_path:
     assert events_of(tmp_path / "run")[-1]["step"] == 4
     assert "allow_changed: []" in (tmp_path / "run" / "config.yaml").read_text()
     more = ["--global_batch_size", "4", "--max_steps", "6"]
+    assert "updates are counted" not in capsys.readouterr().err
     train.main([*again, *more, "--allow_changed", "learning_rate,seed,global_batch_size"])
     assert events_of(tmp_path / "run")[-1]["step"] == 6
+    told = (
+        "updates are counted, so 4 of 6 are done, as if those had been of this job; rows of epoch"
+    )
+    assert told in capsys.readouterr().err
 
 
 def test_links_in_the_folder_of_a_run(words: list[str], tmp_path: Path) -> None:

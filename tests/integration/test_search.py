@@ -307,6 +307,15 @@ def test_the_best_job_is_the_one_that_ran(search_of_stand_ins, tmp_path: Path) -
         search_of_stand_ins(space, "--num_trials", "3", folder=folder)
 
 
+def test_a_job_that_resumes(search_of_stand_ins, tmp_path: Path) -> None:
+    """`latest` is each trial's own; a checkpoint would be the found job's alone."""
+    (tmp_path / "job.yaml").write_text("resume_from_checkpoint: latest\n")
+    search_of_stand_ins("learning_rate: [0.1]\n", "--num_trials", "1")
+    (tmp_path / "job.yaml").write_text(f"resume_from_checkpoint: {tmp_path}\n")
+    with pytest.raises(ConfigError, match="job.yaml.: trials begin anew. Fix: leave it out"):
+        search_of_stand_ins("learning_rate: [0.1]\n", "--num_trials", "2")
+
+
 def test_trials_at_the_same_time(search_of_stand_ins) -> None:
     words = ["--num_trials", "2", "--parallel_trials", "2"]
     study = search_of_stand_ins("learning_rate: {low: 0.1, high: 0.4}\n", *words)
@@ -614,7 +623,9 @@ def test_a_space_that_cannot_be(tmp_path: Path) -> None:
         "learning_rate: {low: 1.0e-5, high: .inf}\nmax_grad_norm: {low: 1e-3, high: 5e-1, log: true}\nlr_reference_batch_size: {low: 9e0, high: 8e0}\ngradient_checkpointing: {low: false, high: true}\n"
         "push_to_hub: [true, false]\nproblem_type: [regression]\nlr: [1]\nlora_alpha: {min: 1, max: 2}\n"
         "num_train_epochs: [1, 2]\nmax_steps: [3]\nmax_eval_samples: [4, 21]\n"
-        "eval_steps: {low: 1, high: 9, step: 0.5}\n"
+        "eval_steps: {low: 1, high: 9, step: 0.5}\nsave_total_limit: [3]\n"
+        "lora_r: [null, 4]\nlora_dropout: [0.1, 0.2]\nearly_stopping_threshold: [0.1, 0.2]\n"
+        "gradient_accumulation_steps: {low: 1, high: 9, step: 1.9}\n"
     )
     words = ["--job", str(tmp_path / "job.yaml"), "--space", str(tmp_path / "space.yaml")]
     with pytest.raises(ConfigError) as caught:
@@ -636,6 +647,9 @@ def test_a_space_that_cannot_be(tmp_path: Path) -> None:
     assert "num_train_epochs: has no effect beside max_steps" in str(caught.value)
     assert "max_grad_norm" not in str(caught.value)  # though YAML takes 1e-3 for a text
     assert "weight_decay={'low': 0, 'high': 0.1, 'log': True}: no range" in str(caught.value)
+    assert "'step': 1.9}: no range (not of whole numbers)" in str(caught.value)
+    assert "early_stopping_threshold has no effect on training without" in str(caught.value)
+    assert "lora_dropout" not in str(caught.value)  # beside a lora_r that varies
     (tmp_path / "space.yaml").write_text("- a\n")
     with pytest.raises(ConfigError, match="^space=.*space.yaml: must be a mapping"):
         search.main(words)

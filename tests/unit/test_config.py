@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
+from accel_ft import errors
 from accel_ft.config import (
     DoctorConfig,
     EvaluateConfig,
@@ -57,6 +59,13 @@ def test_file_sets_and_word_overrides(tmp_path: Path) -> None:
     assert config.report_to == ("html", "tensorboard")
     assert config.class_weights == "balanced"
     assert train_config("--config", write(tmp_path, "report_to: [html]\n")).report_to == ("html",)
+
+
+def test_values_of_yaml_that_are_none(tmp_path: Path) -> None:
+    assert "class_weights" in fault("--config", write(tmp_path, "class_weights: [1, yes, 3, 4]\n"))
+    assert "true given" in fault("--config", write(tmp_path, "class_weights: [1, yes, 3, 4]\n"))
+    for key in ("output_dir", "reproduce", "model_name_or_path"):
+        assert "is no path" in fault("--config", write(tmp_path, f'{key}: "a\\0b"\n'))
 
 
 def test_off_is_not_false(tmp_path: Path) -> None:
@@ -212,6 +221,13 @@ def test_a_list_is_written_with_commas_or_blanks() -> None:
     spaced = train_config("--lora_target_modules", "query, value", "--report_to", "html,", "wandb")
     assert spaced.lora_target_modules == ("query", "value")
     assert spaced.report_to == ("html", "wandb")
+    assert train_config("--class_weights", "1,", "2.5", ",").class_weights == (1.0, 2.5)
+    assert "class_weights=" in fault("--class_weights", "1,,2")  # a weight that is forgotten
+    for words in (["query", ",", "value"], ["query,", ",value"], ["query,,value,"]):
+        assert train_config("--lora_target_modules", *words).lora_target_modules == (
+            "query",
+            "value",
+        )
 
 
 def test_paths_of_the_home_folder_and_of_nowhere(
@@ -223,6 +239,7 @@ def test_paths_of_the_home_folder_and_of_nowhere(
         train_config(f"--output_dir={os.fsdecode(b'latin' + bytes([0xE9]))}")
     for key in ("output_dir", "dataset_name", "model_name_or_path"):  # an unset variable
         assert f"{key}=: Value error, is empty" in fault(f"--{key}", "")
+        assert "is too long a name" in fault(f"--{key}", "n" * 300)
     config = parse(PredictConfig, ["--checkpoint", "~/x", "--text", "~/x"], "predict")
     assert (config.checkpoint, config.text) == (str(tmp_path / "x"), "~/x")
     (tmp_path / "x.yaml").write_text("")
@@ -389,6 +406,11 @@ def test_predict_needs_one_source() -> None:
         ({"lr_reference_batch_size": 64, "lr_scaling": "sqrt"}, None),
         ({"warmup_steps": 100}, "the run has 100 updates, and never comes to its learning_rate"),
         ({"warmup_steps": 99}, None),
+        ({"warmup_steps": 99.6}, "the run has 100 updates, and never comes to its learning_rate"),
+        ({"early_stopping_patience": 3}, "=3: the run has 4 evaluations, and cannot stop before"),
+        ({"load_best_model_at_end": True}, None),
+        ({"load_best_model_at_end": True, "eval_steps": 100}, "the run has one evaluation"),
+        ({"gradient_checkpointing": True, "freeze": "encoder"}, "no effect under freeze=encoder"),
         (
             {"warmup_steps": 500, "lr_scheduler_type": "constant"},
             "warmup_steps has no effect under lr_scheduler_type=constant",
@@ -403,7 +425,7 @@ def test_keys_without_effect_are_told(
 ) -> None:
     from accel_ft.engine.build import _warn_of_idle_keys
 
-    _warn_of_idle_keys(TrainConfig(**settings), 100)
+    _warn_of_idle_keys(TrainConfig(**settings), 100, 25)
     assert [told in record.getMessage() for record in caplog.records] == [True] * bool(told)
 
 
@@ -420,6 +442,10 @@ def test_keys_without_effect_are_told(
         (["--max_steps", "-1"], "must be greater than or equal to 1. Fix: leave it out"),
         (["--logging_steps", "0.1"], "logging_steps=0.1: is no whole number. Allowed: INT"),
         (["--config", "."], "config=.: is a folder. Fix: a YAML file"),
+        (["--config", "a", "--config", "b"], "config=a, b: one file can be given. Fix: keep one"),
+        (["--metric_for_best_model", ""], "metric_for_best_model=: no metric of"),
+        (["--metric_for_best_model", "eval_"], "metric_for_best_model=eval_: no metric of"),
+        (["--train_split_name", ""], "train_split_name=: String should have at least 1 character"),
         (["--dropout", "0"], "--dropout: unknown key. Fix: in the model's config.json"),
     ],
 )
@@ -502,3 +528,22 @@ def test_help_says_once_what_a_key_is_when_it_is_left_out(capsys: pytest.Capture
     assert "left out: at the end of each epoch. --save_steps" in told
     assert "Updates between checkpoints; the last update is always saved. (default: 500)" in told
     assert "0 for no clipping. (default: 1.0)" in told
+
+
+def test_last_words_of_two_threads_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher reads JSON, and fails where it cannot."""
+    file, replace = tmp_path / "error.json", os.replace
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+
+    def late(*names: str) -> None:
+        if threading.current_thread() is threading.main_thread():
+            other = threading.Thread(target=errors.leave_last_words, args=("a longer word",))
+            other.start(), other.join()
+        replace(*names)
+
+    monkeypatch.setattr(os, "replace", late)
+    errors.leave_last_words("a word")
+    assert json.loads(file.read_text())["message"] == "a word"
+    assert list(tmp_path.iterdir()) == [file]

@@ -547,6 +547,18 @@ def test_overfits(monkeypatch: pytest.MonkeyPatch) -> None:
     caught(learning.overfits(lasting(0.01, repeat(0.9)), seconds=0.4), "not below 0.1")
     caught(trained(1e-6, shuffled=False), "not below 0.1")
     caught(trained(0.1, shuffled=True), "in 300 updates")
+    assert trained(0.1, shuffled=True).verdict == "FAIL"
+    for last, verdict in ((0.7, "WARN"), (0.9, "FAIL")):  # near ln 2, say, of four labels
+        stuck = lasting(0.0, iter([2.0, 0.4, *[last] * 8]))
+        assert learning.overfits(stuck, steps=10, chance=math.log(4)).verdict == verdict
+    assert learning.overfits(lasting(0.0, iter([2.0, *[0.7] * 9])), steps=10).verdict == "FAIL"
+
+
+def test_varied_texts() -> None:
+    rows = [np.array([[1, 2, number]], np.int32) for number in range(9)]
+    well(learning.varied_texts(rows))
+    caught(learning.varied_texts(rows[:3] * 3), "3 different ones in 9 rows")
+    well(learning.varied_texts(rows[:3] * 2))  # too few to tell
 
 
 def test_varied_predictions() -> None:
