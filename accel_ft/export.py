@@ -8,7 +8,7 @@ from pathlib import Path
 
 from accel_ft.config import ExportConfig
 from accel_ft.errors import ConfigError, require, run_command
-from accel_ft.settings import parse, read_receipt, run_folder, run_settings
+from accel_ft.settings import is_run, parse, read_receipt, run_folder, run_settings
 
 logger = logging.getLogger("accel_ft.export")  # run with -m, its name is __main__
 
@@ -20,6 +20,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     output = config.output.resolve()  # ".", too, which is replaced
     if output.is_file() or (output.exists() and any(output.iterdir())):
         raise ConfigError(f"output={config.output}: is a file, or not empty. Fix: another folder")
+    from accel_ft.checkpoint.state import TRAINER_STATE
+
+    if any((parent / TRAINER_STATE).is_file() for parent in output.parents) or (
+        output.parent.name == "checkpoints" and is_run(output.parent.parent)
+    ):
+        raise ConfigError(f"output={config.output}: is among checkpoints. Fix: another folder")
     if output.is_mount():
         raise ConfigError(f"output={config.output}: is where a disk is. Fix: a folder in it")
     if config.format == "onnx":
@@ -59,11 +65,10 @@ def export(
     Raises:
         ConfigError, CheckpointError: where it cannot be had or is damaged.
     """
-    from safetensors.torch import save_file
+    import torch
 
-    from accel_ft.checkpoint import convert, state, transaction
+    from accel_ft.checkpoint import transaction
     from accel_ft.checkpoint.open import load_whole, model_folder
-    from accel_ft.model.adapters import read_adapters
     from accel_ft.model.load import PACKAGE, load_parts, load_tokenizer, resolve
     from accel_ft.reporting.record import results
     from accel_ft.runtime.card import model_card
@@ -73,13 +78,8 @@ def export(
     folder = resolve(model_folder(checkpoint), "checkpoint")
     model_config, tokenizer, names = load_parts(folder)
     with transaction.writing(output) as staging:
-        parts = convert.is_sharded(Path(folder)) or (Path(folder) / convert.WEIGHTS).is_file()
-        if read_adapters(Path(folder)) is not None or not parts:
-            load_whole(folder, model_config).save_pretrained(staging)
-        else:  # no model is built: memory is the size of the weights
-            weights = state.read_weights(Path(folder))
-            save_file(weights, staging / convert.WEIGHTS, metadata={"format": "pt"})
-            model_config.save_pretrained(staging)
+        kind = model_config.dtype or torch.float32  # of the weights, as they are
+        load_whole(folder, model_config).to(kind).save_pretrained(staging)
         several = model_config.problem_type == "multi_label_classification"
         if several and getattr(model_config, "thresholds", None) is None:
             logger.warning("%s has no thresholds yet: each label counts from 0.5", folder)

@@ -33,7 +33,7 @@ def choose_trained(model: Any, config: TrainConfig, new_parameters: Sequence[str
     Raises:
         ConfigError: the model cannot do what is asked for.
     """
-    if config.gradient_checkpointing:
+    if config.gradient_checkpointing and config.freeze is None:  # else nothing goes back there
         if not model.supports_gradient_checkpointing:
             raise ConfigError(f"gradient_checkpointing=true: {type(model).__name__} cannot")
         older = "gradient_checkpointing_enable"  # its name before transformers 5.20
@@ -51,7 +51,8 @@ def choose_trained(model: Any, config: TrainConfig, new_parameters: Sequence[str
                 "else to train. Fix: --freeze none"
             )
     if config.lora_r is not None:
-        heads = {name.rpartition(".")[0] for name in new_parameters if not _is_head(name)}
+        whole = [*new_parameters, *_outside(model)]
+        heads = {name.rpartition(".")[0] for name in whole if not _is_head(name)}
         targets = _lora_targets(model, config.lora_target_modules, heads)
         own = ",".join(config.lora_target_modules)
         key = f"lora_target_modules={own}" if own else f"lora_r={config.lora_r}"
@@ -67,6 +68,14 @@ def choose_trained(model: Any, config: TrainConfig, new_parameters: Sequence[str
         )
         _keep_the_trained_alone(model)
     return model
+
+
+def _outside(model: Any) -> list[str]:
+    """Return the names of the parameters that a classifier has beside its encoder."""
+    if model.base_model is model:
+        return []
+    inside = {id(parameter) for parameter in model.base_model.parameters()}
+    return [name for name, parameter in model.named_parameters() if id(parameter) not in inside]
 
 
 def _lora_targets(model: Any, wanted: Sequence[str], heads: set[str]) -> list[str]:
@@ -98,6 +107,8 @@ def _lora_targets(model: Any, wanted: Sequence[str], heads: set[str]) -> list[st
         why = "" if meant else "no layer's name ends so"
         if several := [name for name in meant if name in shared]:
             why = f"{several[0]} has its weight in common with another"
+        if meant and all(_is_head(name) or name in heads for name in meant):
+            why = "the head is trained whole"
         if why:
             raise ConfigError(
                 f"lora_target_modules={target}: {why}.{nearest(target, ends)} "
@@ -173,12 +184,19 @@ def merged(
     name = str(adapters["base_model_name_or_path"])
     folder = load.resolve(name, "base_model_name_or_path")
     pretrained = pretrained or {}
-    found = load.provenance(name) if pretrained else {}
-    for part in pretrained.keys() & found.keys():
-        if pretrained[part] != found[part]:
+    try:
+        found = load.provenance(name) if pretrained else {}
+    except ConfigError as error:
+        raise ConfigError(
+            f"base_model_name_or_path={name}: the adapters' pretrained model cannot be had here. "
+            f"Fix: the folder that the run was started in, or the model where it was ({error})"
+        ) from error
+    for part, known in pretrained.items() if found else ():
+        now = found.get(part, "not there")
+        if known != now:
             raise CheckpointError(
                 f"base_model_name_or_path={name}: the adapters were trained on another one: "
-                f"{part} was {pretrained[part][:12]}..., is {found[part][:12]}..."
+                f"{part} was {known[:12]}..., is {now[:12]}..."
             )
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # it would say that the head, which is put in below, is random

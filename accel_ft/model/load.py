@@ -158,7 +158,9 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
         )
     config = load_model_config(folder, key)
     # XLNet's head reads the last place. Learned positions (GPT-2's) would count padding before it.
-    tokenizer.padding_side = "left" if config.model_type == "xlnet" else "right"
+    side = "left" if config.model_type == "xlnet" else "right"
+    if tokenizer.padding_side != side:
+        tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = side  # as it is saved
     kinds = getattr(config.get_text_config(), "type_vocab_size", 0)
     inputs = list(tokenizer.model_input_names)
     if "token_type_ids" in inputs and kinds < 2 and not has_types_of_single_texts(tokenizer):
@@ -328,6 +330,12 @@ def load_for_training(
         raise ConfigError(
             f"model_name_or_path={folder}: {len(lost)} of its weights are missing, or of "
             f"another size than its config.json says, {lost[0]} the first"
+        )
+    sick = [n for n, p in parameters.items() if not (p.sum().isfinite() or p.isfinite().all())]
+    if sick:
+        raise ConfigError(
+            f"model_name_or_path={folder}: NaN or infinite weights in {listed(sick, 3)}. "
+            "Fix: sound pretrained weights"
         )
     model.config.architectures = [type(model).__name__]  # a base model's config names that one
     return model, new_parameters

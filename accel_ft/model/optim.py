@@ -67,12 +67,19 @@ def layer_depths(model: nn.Module) -> dict[str, int]:
     names = [name for name, _ in model.named_parameters()]
     numbers = {name: re.search(r"\.(\d+)\.", name) for name in names if inside in name}
     layers = {name: int(match[1]) for name, match in numbers.items() if match}
+    stack_of = {name: name[: match.start()] for name, match in numbers.items() if match}
     num_layers = max(layers.values(), default=-1) + 1
+    heights = dict.fromkeys(stack_of.values(), num_layers)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):  # they may differ
+        for stack in heights:
+            heights[stack] = max(layers[name] for name in layers if stack_of[name] == stack) + 1
     first = next((position for position, name in enumerate(names) if name in layers), 0)
     below = {name for name in names[:first] if inside in name and not ABOVE.search(name)}
     below |= {name for name in names if inside in name and BELOW.search(name)}
     return {
-        name: num_layers - layers[name] if name in layers else (num_layers + 1) * (name in below)
+        name: heights[stack_of[name]] - layers[name]
+        if name in layers
+        else (num_layers + 1) * (name in below)
         for name in names
     }
 

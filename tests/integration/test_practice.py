@@ -26,7 +26,7 @@ from conftest import (
     write_rows,
 )
 from conftest import run as start
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from accel_ft import train
 from accel_ft.errors import CheckpointError, ConfigError, DataError, UserError
@@ -733,6 +733,10 @@ def test_onnx_of_other_kinds(
     config = BartConfig(vocab_size=60, d_model=16, eos_token_id=3, pad_token_id=0, **layers)
     model, tokenizer = BartForSequenceClassification(config).eval(), load_tokenizer(str(tiny_model))
     assert write_onnx(model, tokenizer, tmp_path) < 1e-4
+    with monkeypatch.context() as patch:  # a regression's numbers may be large
+        patch.setattr("accel_ft.model.onnx.TOLERANCE", 1e-5)
+        model.classification_head.out_proj.weight.data *= 1e5
+        assert write_onnx(model, tokenizer, tmp_path) > 1e-5
     with monkeypatch.context() as patch:
         nothing = [np.full((1, 1), np.nan, np.float32)]
         patch.setattr("onnxruntime.InferenceSession.run", lambda *_: nothing)
@@ -838,6 +842,47 @@ def test_an_export_that_could_not_take_its_name(
     monkeypatch.setattr(Path, "is_mount", lambda self: self.name == "out")
     with pytest.raises(ConfigError, match="is where a disk is. Fix: a folder in it"):
         export.main(["--checkpoint", "x", "--output", str(tmp_path / "out")])
+
+
+def test_an_export_among_checkpoints(words: list[str], tmp_path: Path) -> None:
+    """In one, it would be a damaged one; beside them it would be the newest."""
+    from accel_ft import export
+
+    train.main([*words, "--max_steps", "1"])
+    checkpoint = tmp_path / "run/checkpoints/step_00000001"
+    for output in (checkpoint / "hf", checkpoint / "a/b", checkpoint.with_name("step_00000009")):
+        with pytest.raises(ConfigError, match="is among checkpoints. Fix: another folder"):
+            export.main(["--checkpoint", str(checkpoint), "--output", str(output)])
+    (tmp_path / "checkpoints").mkdir()  # of nobody
+    (tmp_path / "manifest.json").write_text("{}")  # of a web site
+    export.main(["--checkpoint", str(checkpoint), "--output", str(tmp_path / "checkpoints/hf")])
+
+
+def test_an_export_keeps_the_kind_of_weights(tiny_model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    from accel_ft import export
+
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=4)
+    model.bfloat16().save_pretrained(tmp_path / "half")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "half")
+    export.main(["--checkpoint", str(tmp_path / "half"), "--output", str(tmp_path / "out")])
+    before, after = (load_file(tmp_path / n / "model.safetensors") for n in ("half", "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert {value.dtype for value in after.values()} == {torch.bfloat16}
+
+
+def test_an_export_of_a_model_that_is_not_whole(words: list[str], tmp_path: Path) -> None:
+    from accel_ft import export
+
+    train.main([*words, "--max_steps", "1"])
+    weights = load_file(tmp_path / "run/model/model.safetensors")
+    del weights["classifier.weight"]
+    save_file(weights, tmp_path / "run/model/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="weights are missing: .'classifier.weight'."):
+        export.main(["--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
 
 
 def test_folders_without_a_name(

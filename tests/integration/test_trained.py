@@ -63,6 +63,26 @@ def test_layerwise_learning_rates(tiny_model: Path) -> None:
     assert set(layer_depths(torch.nn.Linear(2, 2)).values()) == {0}
 
 
+def test_layerwise_rates_of_an_encoder_and_a_decoder_of_other_heights() -> None:
+    """distilbart's: the decoder's one layer is as near to the head as the encoder's last."""
+    from transformers import AutoModelForSequenceClassification
+
+    config = architectures()["bart"]
+    config.encoder_layers, config.decoder_layers = 4, 1
+    depths = layer_depths(AutoModelForSequenceClassification.from_config(config))
+    found = {name: depth for name, depth in depths.items() if name.endswith("fc1.weight")}
+    stacks = {"encoder": [4, 3, 2, 1], "decoder": [1]}
+    assert found == {
+        f"model.{stack}.layers.{number}.fc1.weight": depth
+        for stack, depths in stacks.items()
+        for number, depth in enumerate(depths)
+    }
+    assert depths["model.shared.weight"] == 5
+    towers = torch.nn.ModuleDict({"chars": torch.nn.ModuleList([torch.nn.Linear(2, 2)])})
+    towers["layers"] = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
+    assert layer_depths(towers)["chars.0.weight"] == 3  # CANINE's, below the others
+
+
 def test_a_layerwise_run(words: list[str], tmp_path: Path) -> None:
     train.main([*words, "--layerwise_lr_decay", "0.5"])
     rates = [e["learning_rate"] for e in events_of(tmp_path / "run") if e["event"] == "train"]
@@ -80,6 +100,10 @@ def test_checkpointing_is_asked_of_the_model(tiny_model: Path) -> None:
     model = plain(tiny_model)
     choose_trained(model, TrainConfig(gradient_checkpointing=True))
     assert any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+    frozen = choose_trained(
+        plain(tiny_model), TrainConfig(gradient_checkpointing=True, freeze="encoder")
+    )
+    assert not any(getattr(m, "gradient_checkpointing", False) for m in frozen.modules())
     type(model).supports_gradient_checkpointing = False
     try:
         with pytest.raises(ConfigError, match="BertForSequenceClassification cannot"):
@@ -133,8 +157,27 @@ def test_adapters_of_another_base_do_not_go_on(
     another = f"{base}: the adapters were trained on another one: model.safetensors was"
     with pytest.raises(CheckpointError, match=another):
         load_classifier(checkpoint)
+    torch.save(weights, base / "pytorch_model.bin")  # under another name
+    (base / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="model.safetensors was .*, is not there..."):
+        load_classifier(checkpoint)
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    (base / "pytorch_model.bin").unlink()
     assert load_classifier(checkpoint).predict(["a goal"])
+
+
+def test_a_base_that_is_not_here(
+    words: list[str], tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named as it was from the folder that the run was started in, it would be looked for on the Hub."""
+    shutil.copytree(tiny_model, tmp_path / "my/base")
+    monkeypatch.chdir(tmp_path)
+    train.main([*words, *LORA, "--model_name_or_path", "my/base", "--max_steps", "1"])
+    (tmp_path / "else").mkdir()
+    monkeypatch.chdir(tmp_path / "else")
+    told = "base_model_name_or_path=my/base: the adapters' pretrained model cannot be had here. Fix: the"
+    with pytest.raises(ConfigError, match=told):
+        load_classifier(max((tmp_path / "run/checkpoints").iterdir()))
 
 
 def test_a_base_that_changes_beside_the_run(
@@ -325,6 +368,25 @@ def test_adapters_are_exported(words: list[str], tmp_path: Path) -> None:
     assert load_classifier(tmp_path / "exported").predict(["goal"])[0]["label"]
 
 
+@pytest.mark.parametrize("kind", ["bart", "deberta", "bert"])
+def test_a_head_that_is_there_is_trained_whole(kind: str, tmp_path: Path) -> None:
+    """That of an earlier job, whatever it is called."""
+    from transformers import AutoModelForSequenceClassification
+
+    config = architectures()[kind]
+    config.num_labels = 4
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    model, new = load.load_for_training(str(tmp_path), config, None)
+    assert not new
+    base = {id(p) for p in model.base_model.parameters()}
+    outside = {name for name, p in model.named_parameters() if id(p) not in base}
+    model = choose_trained(model, TrainConfig(lora_r=2), new)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    whole = {n.replace(".modules_to_save.default", "") for n in trained if "lora_" not in n}
+    assert outside
+    assert whole == {f"base_model.model.{name}" for name in outside}
+
+
 def test_layers_that_have_one_weight_in_common(tmp_path: Path) -> None:
     """Each would get adapters of its own, and all would be added to the one weight."""
     from transformers import AutoModelForSequenceClassification
@@ -356,6 +418,9 @@ def test_layers_that_are_not_there(words: list[str]) -> None:
             [*words, *LORA, "--lora_target_modules", "self"]
         )  # peft shows it, in seven lines
     assert "\n" not in str(fault.value)
+    for names in ("query,classifier", "classifier"):
+        with pytest.raises(ConfigError, match="_modules=classifier: the head is trained whole. "):
+            train.main([*words, *LORA, "--lora_target_modules", names])
     with pytest.raises(ConfigError, match="freeze=encoder: given together with lora_r=4"):
         train.main([*words, *LORA, "--freeze", "encoder"])
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from conftest import make_tiny_model
 from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from accel_ft.config import TrainConfig
 from accel_ft.errors import CheckpointError, ConfigError
@@ -233,6 +235,21 @@ def classifier(folder: Path, num_labels: int) -> Any:
     return load_for_training(str(folder), config, CPU)[0]
 
 
+def test_pretrained_weights_that_are_no_numbers(tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["encoder.layer.1.output.dense.bias"][3] = float("inf")
+    weights["embeddings.word_embeddings.weight"][3] = float("nan")
+    weights["pooler.dense.weight"][:] = 3e38  # finite, though its sum is not
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = load_model_config(str(tmp_path), num_labels=4)
+    found = (
+        r"weights in bert\.embeddings\.word_embeddings\.weight, .*1\.output\.dense\.bias\. Fix: "
+    )
+    with pytest.raises(ConfigError, match=found):
+        load_for_training(str(tmp_path), config, None)
+
+
 def test_classifier_is_float32_with_label_names(tiny_model: Path, tmp_path: Path) -> None:
     model = classifier(tiny_model, 3)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -415,11 +432,17 @@ def test_weights_that_are_parts_of_one_have_memory_of_their_own(
 def test_the_side_of_padding_is_the_models(tiny_model: Path, tmp_path: Path) -> None:
     """XLNet's head reads the last place, whatever the tokenizer is; others' positions begin at 0."""
     shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
-    for kind, own, side in (("xlnet", "right", "left"), ("bert", "left", "right")):
+    kinds = (("xlnet", "right", "left"), ("xlnet", None, "left"), ("bert", "left", "right"))
+    for kind, own, side in kinds:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
         about = json.loads((tmp_path / "tokenizer_config.json").read_text())
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(about | {"padding_side": own}))
-        assert load_tokenizer(str(tmp_path)).padding_side == side
+        about.pop("padding_side", None)
+        about |= {"padding_side": own} if own else {}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+        tokenizer = load_tokenizer(str(tmp_path))
+        assert tokenizer.padding_side == side
+        tokenizer.save_pretrained(tmp_path / kind)
+        assert AutoTokenizer.from_pretrained(tmp_path / kind).padding_side == side
 
 
 @pytest.mark.parametrize(
