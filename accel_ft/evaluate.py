@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from accel_ft.data.splits import load_eval_split
     from accel_ft.engine.agreement import refuse_other_rows
     from accel_ft.engine.evaluation import evaluate_split, make_eval_loader
-    from accel_ft.runtime.files import to_json
+    from accel_ft.runtime.files import to_json, writing
     from accel_ft.runtime.launch import make_accelerator
     from accel_ft.runtime.logging import setup_logging
 
@@ -93,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         text = to_json(about | {"num_samples": len(split)} | scores, indent=1)
         print(text)
         if config.output is not None:
-            config.output.write_text(text + "\n", encoding="utf-8")  # it may be a device
+            with writing(str(config.output)) as file:
+                file.write(text + "\n")
 
 
 def _problem_type(config: EvaluateConfig, opened: Classifier) -> str:

@@ -4,18 +4,16 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
 import re
-import shutil
 import signal
 import sys
 from codecs import BOM_UTF8
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -24,6 +22,7 @@ from typing import Any
 
 from accel_ft.config import DATA_FILE_SUFFIXES, PredictConfig
 from accel_ft.errors import ConfigError, DataError, run_command
+from accel_ft.runtime.files import writing
 from accel_ft.runtime.memory import restart_with_better_malloc
 from accel_ft.settings import parse, run_settings
 
@@ -50,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     predictor.check_kind(second is not None)
     output: Any
     count = 0
-    with _open_output(config.output) if is_main else nullcontext() as output:
+    with writing(config.output) if is_main else nullcontext() as output:
         for lines in predictor.label(rows):
             if is_main:
                 for line in lines:
@@ -198,7 +197,9 @@ class Predictor:
                 inputs = self.pad([rows[row] for row in batch])
                 moved = {key: value.to(device) for key, value in inputs.items()}
                 logits = forward(self.classifier.model, moved)
-                found[batch] = self.transform(logits.cpu().double()).numpy()
+                logits = logits.cpu().double()
+                logits[~logits.isfinite().all(dim=1)] = torch.nan  # whose probabilities may be none
+                found[batch] = self.transform(logits).numpy()
         scores = np.empty((len(texts), found.shape[1]))
         for share, values in enumerate([found] if num_ranks == 1 else gather_object([found])):
             scores[by_length[share::num_ranks]] = values
@@ -325,36 +326,10 @@ def _guess_format(path: str, text_column: str) -> str:
     return "lines"
 
 
-@contextmanager
-def _open_output(path: str) -> Iterator[Any]:
-    """Standard output, or a file that takes its name when it is complete."""
-    if path == "-" and sys.stdout is None:
-        raise ConfigError("output=-: standard output is closed. Fix: --output FILE")
-    place, final = Path(path), Path(path).resolve()
-    in_place = place.exists() and not (place.is_file() and os.access(final.parent, os.W_OK))
-    how: Any = {"encoding": "utf-8", "errors": "backslashreplace"}  # JSON's own way, of half a pair
-    if path == "-" and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(**how)
-    if path == "-" or in_place:  # a device, a pipe, a file in a folder of somebody else
-        with nullcontext(sys.stdout) if path == "-" else open(path, "w", **how) as file:
-            yield file
-        return
-    staging = final.with_name(f".{final.name}.{os.getpid()}")
-    if final.exists():
-        final.open("a").close()  # may it be written?
-    try:
-        with staging.open("w", **how) as file:
-            if final.exists():
-                staging.chmod(final.stat().st_mode & 0o777)
-            yield file
-    except BaseException:
-        staging.unlink(missing_ok=True)
-        raise
-    shutil.move(staging, final, shutil.copyfile)  # a copy, where it is a mount of its own
-
-
 if __name__ == "__main__":
     restart_with_better_malloc("accel_ft.predict")
-    if os.environ.get("WORLD_SIZE", "1") == "1":  # several wait for each other, and heed no exit
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # cleans up
+    for number in (signal.SIGTERM, signal.SIGHUP):  # to clean up; several wait for each other
+        is_heeded = signal.getsignal(number) != signal.SIG_IGN  # as `nohup` has it
+        if is_heeded and os.environ.get("WORLD_SIZE", "1") == "1":
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     run_command(main)

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,19 +92,35 @@ def evaluate_split(
     label_names: list[str],
     before_batch: Callable[[], None] = lambda: None,
     thresholds: NDArray[np.float64] | None = None,
+    tunes: bool = False,
 ) -> tuple[dict[str, Any], NDArray[np.float32]]:
     """Return the metrics (`metrics.score`) and logits of a loader's split, on every rank.
     Collective.
+
+    Args:
+        tunes: of several labels, with thresholds that are tuned on these rows.
     """
     split: Split = loader.dataset.split
     logits = predict_split(accelerator, model, loader, len(split), before_batch)
-    from accel_ft.metrics import score  # `import evaluate` is slow to come
+    from accel_ft.metrics import best_thresholds, score  # `import evaluate` is slow to come
 
     sick = int((~np.isfinite(logits).all(axis=1)).sum())
     if sick and accelerator.is_main_process:
         logger.warning("%s: %d rows have NaN or infinite logits", split.store.name, sick)
     labels = split.labels(np.arange(len(split), dtype=np.int64))
-    return score(logits, labels, label_names, thresholds), logits
+    if tunes and labels.ndim == 2:
+        thresholds = best_thresholds(logits, labels)
+    scores = score(logits, labels, label_names, thresholds)
+    return (_unknown(scores) if sick else scores), logits
+
+
+def _unknown(scores: dict[str, Any]) -> dict[str, Any]:
+    """Metrics that say nothing: the argmax of NaN is the first label."""
+    return {
+        key: _unknown(value) if isinstance(value, dict)
+        else math.nan if isinstance(value, float) else value
+        for key, value in scores.items()
+    }  # fmt: skip
 
 
 def write_predictions(

@@ -257,8 +257,8 @@ class Run:
         self.eval_is_due = False
         improvement = math.inf
         (value, *_) = self.watch.all_gather(self.config.best_value(scores))  # all decide alike
-        if not (math.isfinite(value) and np.isfinite(logits).all()):
-            improvement = -math.inf  # the argmax of NaN is the first label: it says nothing
+        if not math.isfinite(value):
+            improvement = -math.inf
         elif self.best is not None:
             improvement = (value - self.best["value"]) * (1 if self.config.takes_highest else -1)
         is_counted = self.config.early_stopping_patience is not None
@@ -282,7 +282,13 @@ class Run:
         started = time.monotonic()
         names = self.splits.label_names
         scores, logits = evaluate_split(
-            self.accelerator, self.model, loader, names, self.check_stop, self.thresholds
+            self.accelerator,
+            self.model,
+            loader,
+            names,
+            self.check_stop,
+            self.thresholds,
+            tunes=name == "eval",
         )
         seconds = time.monotonic() - started
         self.meter.pause(seconds)

@@ -35,7 +35,7 @@ def differences(one: Record, other: Record) -> Iterator[Difference]:
     if ended[0] != ended[1]:
         yield "reached its end", *ended
     for event, rows in (("end", "validation"), ("test", "test")):
-        a, b = (scores_of((record.of(event) or [{}])[-1]) for record in (one, other))
+        a, b = (scores_of((record.of(event) or [{}])[-1], True) for record in (one, other))
         for key in a:
             if key in b and not _same(a[key], b[key]):
                 yield f"final {key} on the {rows} rows", a[key], b[key]
@@ -54,17 +54,23 @@ def curves(one: Record, other: Record) -> Iterator[Difference]:
     """
     for event in ("train", "eval", "test"):
         first, second = _by_updates(one, event), _by_updates(other, event)
-        values = (lambda e: {k: e.get(k) for k in CURVES}) if event == "train" else scores_of
         differing = (
-            (f"{_words(event, updates)}: {key}", value, values(second[updates]).get(key))
+            (f"{_words(event, updates)}: {key}", value, _values(second[updates]).get(key))
             for updates in shared(one, other, event)
-            for key, value in values(first[updates]).items()
-            if not _same(value, values(second[updates]).get(key))
+            for key, value in _values(first[updates]).items()
+            if not _same(value, _values(second[updates]).get(key))
         )
         yield from islice(differing, 1)
     last, other_last = ([e["step"] for e in record.of("end")] for record in (one, other))
     if last and other_last and last != other_last:
         yield "last update", last[0], other_last[0]
+
+
+def _values(event: dict[str, Any]) -> dict[str, Any]:
+    """Return what of an event is compared."""
+    if event["event"] == "train":
+        return {key: event.get(key) for key in CURVES}
+    return scores_of(event, with_unknown=True)
 
 
 def shared(one: Record, other: Record, event: str = "train") -> list[Updates]:

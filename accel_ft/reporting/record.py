@@ -46,13 +46,15 @@ class Record:
         return [each for each in self.events if each["event"] == event]
 
 
-def scores_of(event: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics of an eval, test or end event, by name."""
+def scores_of(event: dict[str, Any], with_unknown: bool = False) -> dict[str, Any]:
+    """Return the metrics of an eval, test or end event, by name; on request those that are None,
+    too, as they are of a model that returns NaN.
+    """
     return {
         key.partition("_")[2]: value
         for key, value in event.items()
         if key.startswith(("eval_", "test_"))
-        and isinstance(value, float)
+        and (isinstance(value, float) or (with_unknown and value is None))
         and not key.endswith("_seconds")
     }
 

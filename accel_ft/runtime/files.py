@@ -2,10 +2,14 @@
 
 import contextlib
 import errno
+import glob
 import hashlib
+import io
 import json
 import logging
 import os
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,9 +43,45 @@ def write_whole(path: Path, content: str | bytes | memoryview) -> None:
         staging.unlink(missing_ok=True)
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Remove what `write_whole` has left there in processes that were killed."""
-    for path in folder.glob(f".*{STAGED}*"):
+@contextlib.contextmanager
+def writing(name: str) -> Iterator[Any]:
+    """Open a text file that takes its name when it is complete; - is standard output. What cannot
+    be replaced, a device or a file in a folder of somebody else's, is written as it is.
+    """
+    if name == "-" and sys.stdout is None:
+        raise ConfigError("output=-: standard output is closed. Fix: --output FILE")
+    place, final = Path(name), Path(name).resolve()
+    in_place = place.exists() and not (place.is_file() and os.access(final.parent, os.W_OK))
+    in_place |= name.startswith(("/dev/", "/proc/"))  # the shell's, whatever they lead to
+    how: Any = {"encoding": "utf-8", "errors": "backslashreplace"}  # JSON's own way, of half a pair
+    if name == "-" and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(**how)
+    if name == "-" or in_place:
+        with contextlib.nullcontext(sys.stdout) if name == "-" else open(name, "w", **how) as file:
+            yield file
+        return
+    remove_unfinished(final.parent, glob.escape(final.name))
+    staging = final.with_name(f".{final.name}{STAGED}{os.getpid()}")
+    if final.exists():
+        final.open("a").close()  # may it be written?
+    try:
+        with staging.open("w", **how) as file:
+            if final.exists():
+                staging.chmod(final.stat().st_mode & 0o777)
+            yield file
+    except OSError as error:  # what is read meanwhile may have faults of its own
+        if error.filename == str(staging) or error.errno in (errno.ENOSPC, errno.EDQUOT):
+            error.filename = name
+        raise
+    else:
+        shutil.move(staging, final, shutil.copyfile)  # a copy, where it is a mount of its own
+    finally:
+        staging.unlink(missing_ok=True)
+
+
+def remove_unfinished(folder: Path, name: str = "*") -> None:
+    """Remove what was being written there, as `name`, by processes that were killed."""
+    for path in folder.glob(f".{name}{STAGED}*"):
         number = path.name.rpartition(STAGED)[2]
         if number.isdecimal() and not psutil.pid_exists(int(number)):
             path.unlink(missing_ok=True)

@@ -1,5 +1,6 @@
 """The commands as a user types them: kills, faults, help, the quickstart and the example."""
 
+import errno
 import io
 import json
 import os
@@ -22,6 +23,7 @@ from torch import distributed as dist
 
 from accel_ft import evaluate, predict, train
 from accel_ft.errors import CheckpointError, ConfigError, DataError, Preempted, run_command
+from accel_ft.runtime.files import writing
 
 
 def test_killed_and_resumed_is_bit_identical(
@@ -260,7 +262,10 @@ def test_no_arguments_without_the_hub_names_the_quickstart() -> None:
     assert "-m accel_ft.train --config examples/quickstart.yaml" in done.stderr
 
 
-def test_predict_that_is_ended_leaves_no_half_file(words: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_predict_that_is_ended_leaves_no_half_file(
+    number: int, words: list[str], tmp_path: Path
+) -> None:
     train.main([*words, "--max_steps", "1"])
     command = [sys.executable, "-m", "accel_ft.predict", "--checkpoint", tmp_path / "run"]
     tmp_path = tmp_path / "out"
@@ -273,8 +278,8 @@ def test_predict_that_is_ended_leaves_no_half_file(words: list[str], tmp_path: P
     while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert list(tmp_path.iterdir())
-    process.terminate()
-    assert process.wait(timeout=30) == 143
+    process.send_signal(number)
+    assert process.wait(timeout=30) == 128 + number
     process.stdin.close()
     assert not list(tmp_path.iterdir())
 
@@ -371,6 +376,47 @@ def test_a_model_whose_logits_are_no_numbers_gives_no_label(
         evaluate.main(["--checkpoint", str(tmp_path), "--test_file", str(rows)])
 
 
+@pytest.mark.parametrize("kind", ["multi_label_classification", "single_label_classification"])
+def test_infinite_logits_give_no_label(
+    kind: str, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their probabilities, 0 and 1, are numbers."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(
+        tiny_model, num_labels=3, problem_type=kind
+    )
+    model.classifier.bias.data[1] = -float("inf")
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path)
+    predict.main(["--checkpoint", str(tmp_path), "--text", "a goal", "--all_scores"])
+    assert set(json.loads(capsys.readouterr().out).values()) == {1, None}
+
+
+def test_what_a_killed_process_was_writing_goes(tmp_path: Path) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    mine, others = (f".{name}.accel_ft-{dead.pid}" for name in ("a[1].jsonl", "b.jsonl"))
+    for name in (mine, others, f".a[1].jsonl.accel_ft-{os.getppid()}"):
+        (tmp_path / name).touch()
+    with writing(str(tmp_path / "a[1].jsonl")) as file:
+        file.write("x")
+        assert not (tmp_path / mine).exists()
+    assert (tmp_path / "a[1].jsonl").read_text() == "x"
+    assert (tmp_path / others).exists()
+    assert (tmp_path / f".a[1].jsonl.accel_ft-{os.getppid()}").exists()
+
+
+def test_a_disk_that_is_full_is_told_with_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("old")
+    context = writing(str(tmp_path / "a"))
+    context.__enter__().write("new")
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert not context.__exit__(OSError, full, None)  # it is raised
+    assert full.filename == str(tmp_path / "a")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
 def test_what_other_programs_left_in_a_model(
     tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path, capsys: Any
 ) -> None:
@@ -460,7 +506,7 @@ def test_standard_streams_that_are_closed(rows_file: Path, monkeypatch: pytest.M
     monkeypatch.setattr(sys, "stdout", None)
     with (
         pytest.raises(ConfigError, match="output=-: standard output is closed"),
-        predict._open_output("-"),
+        writing("-"),
     ):
         pass
     with pytest.raises(ConfigError, match="output: standard output is closed. Fix: --output FILE"):
@@ -476,7 +522,7 @@ def test_output_through_a_link_into_a_folder_of_somebody_else(
     file.write_text("old")
     link.symlink_to(file)
     monkeypatch.setattr(os, "access", lambda path, _: Path(path) != theirs)
-    with predict._open_output(str(link)) as output:
+    with writing(str(link)) as output:
         output.write("new")
         assert [path.name for path in theirs.iterdir()] == ["out.jsonl"]  # nothing beside it
     assert file.read_text() == "new"

@@ -318,6 +318,21 @@ def test_what_is_no_number_does_not_differ_from_itself() -> None:
 
     assert list(curves(record(float("nan")), record(float("nan")))) == []
     assert len(list(curves(record(float("nan")), record(1.0)))) == 1
+    assert len(list(curves(record(None), record(1.0)))) == 1  # as a file has it
+    assert len(list(curves(record(1.0), record(None)))) == 1
+
+
+def test_a_last_value_that_one_run_lacks() -> None:
+    from accel_ft.reporting.compare import differences
+    from accel_ft.reporting.record import Record
+
+    def record(value: float | None) -> Record:
+        events = [{"event": "end", "step": 1, "eval_loss": 0.5, "eval_roc_auc": value}]
+        return Record("run", {}, {"starts": []}, events, {}, [])
+
+    for one, other in ((None, 0.7), (0.7, None)):
+        told = ("final roc_auc on the validation rows", one, other)
+        assert list(differences(record(one), record(other)))[-1] == told
 
 
 def test_a_reproduction_says_where_it_differs_and_why(

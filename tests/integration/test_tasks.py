@@ -159,6 +159,36 @@ def test_several_labels(
     ]
 
 
+def test_the_best_of_several_labels_is_the_one_that_is_delivered(
+    tmp_path: Path, still_model: Path
+) -> None:
+    """Its labels count from tuned thresholds, not from a half."""
+    rows, held_out = (several(tmp_path / f"{n}.jsonl", 24, n) for n in range(2))
+    words = job(still_model, rows, held_out, tmp_path / "run", "--load_best_model_at_end")
+    words += ["--problem_type", "multi_label_classification", "--eval_steps", "2", "--seed", "1"]
+    words += ["--save_steps", "2", "--save_total_limit", "none", "--learning_rate", "2e-3"]
+    words += ["--validation_file", str(held_out), "--num_train_epochs", "12"]
+    train.main(words)
+    evals = [event for event in events_of(tmp_path / "run") if event["event"] == "eval"]
+    end = events_of(tmp_path / "run")[-1]
+    tuned = {}
+    for event in evals:
+        step = f"step_{event['step']:08d}"
+        classify = load_classifier(tmp_path / "run/checkpoints" / step, all_scores=True)
+        lines = [json.loads(line) for line in held_out.read_text().splitlines()]
+        found = classify.predict([line["text"] for line in lines])
+        names = sorted(LABELS)
+        chances = np.array([[each["scores"][name] for name in names] for each in found])
+        labels = np.array([[name in line["label"] for name in names] for line in lines], np.float32)
+        logits = np.log(chances / (1 - chances))
+        tuned[event["step"]] = score(logits, labels, names, best_thresholds(logits, labels))[
+            "f1_macro"
+        ]
+    assert end["model_step"] == max(tuned, key=tuned.get)
+    assert end["eval_f1_macro"] == pytest.approx(max(tuned.values()), abs=1e-6)
+    assert {e["step"]: e["eval_f1_macro"] for e in evals} == pytest.approx(tuned, abs=1e-6)
+
+
 def test_thresholds() -> None:
     """Separable at 0.2: everything above counts; ties are not parted; an absent label stays at 0.5."""
     chances = np.array([[0.1, 0.9, 0.6], [0.15, 0.9, 0.6], [0.25, 0.1, 0.6], [0.3, 0.2, 0.1]])
