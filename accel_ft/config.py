@@ -650,3 +650,5 @@ class PredictConfig(Config):
             yield self._fault(words, "text_pair", "text")
         if self.text is not None and self.id_column is not None:
             yield self._fault("given with text, which has no columns", "id_column", "text")
+        if self.text is not None and self.input_format != "auto":
+            yield self._fault("given with text, which is no file", "input_format", "text")

@@ -28,6 +28,7 @@ VALIDATION_MAX = 2000
 FEW_ROWS = 100
 RARE = 10
 COMPARED_TEXTS = 1_000_000
+PROBED_TEXTS, MUCH_UNKNOWN = 1000, 0.3
 LABELS_TOLD = 20
 WHOLE = re.compile(r"-?[0-9]+\.0")
 SEPARATORS = "|;,/"
@@ -209,9 +210,25 @@ def _tokenized(
                 "%s: %d of %d texts are cut at max_seq_length=%d tokens",
                 source.name, store.num_cut_texts, len(store), config.max_seq_length,
             )  # fmt: skip
+        if (share := _share_unknown(store, tokenizer)) > MUCH_UNKNOWN:
+            logger.warning(
+                "%s: %.0f %% of its tokens (first texts) are %s, which the tokenizer does not "
+                "know. Fix: a model for texts like these",
+                source.name, 100 * share, tokenizer.unk_token,
+            )  # fmt: skip
     if faults:
         raise DataError("\n".join(faults))
     return stores
+
+
+def _share_unknown(store: TokenStore, tokenizer: Any) -> float:
+    """Return which share of the first texts' tokens the tokenizer does not know."""
+    unknown = tokenizer.unk_token_id
+    marks = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.cls_token_id}
+    if unknown is None or unknown in marks:  # GPT-2's stands for all of them
+        return 0.0
+    rows = [store.tokens(place)[0] for place in range(min(len(store), PROBED_TEXTS))]
+    return float((np.concatenate(rows) == unknown).mean())
 
 
 def _split(stores: dict[str, TokenStore], names: list[str], config: DataConfig) -> dict[str, Split]:

@@ -49,6 +49,8 @@ def resolve(name: str, key: str = "model_name_or_path") -> str:
                 of_run = (folder / "model" / "config.json").is_file()
                 fix = str(folder / "model") if of_run else "the folder of a whole model"
                 fix += ", of a run, or of a checkpoint (step_...)" * (key == "checkpoint")
+                if (folder / "adapter_config.json").is_file():
+                    fix = "its adapters merged (peft's merge_and_unload), and saved"
                 raise ConfigError(f"{key}={name}: holds no model (no config.json). Fix: {fix}")
             return name
         if folder.is_file():

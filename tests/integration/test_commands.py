@@ -480,6 +480,8 @@ def test_ids_that_are_no_numbers(tmp_path: Path, tiny_model: Path, capsys: Any) 
         predict.main(["--checkpoint", str(tmp_path), "--input", str(tmp_path / "rows.csv")])
     with pytest.raises(ConfigError, match="id_column=id: given with text, which has no columns"):
         predict.main(["--checkpoint", str(tmp_path), "--text", "a", "--id_column", "id"])
+    with pytest.raises(ConfigError, match="input_format=csv: given with text, which is no file"):
+        predict.main(["--checkpoint", str(tmp_path), "--text", "a", "--input_format", "csv"])
     out = ["--output", str(tmp_path / "out.jsonl")]
     predict.main(["--checkpoint", str(tmp_path), "--input", str(rows), *out])
     assert f"6 texts labelled: {tmp_path / 'out.jsonl'}" in capsys.readouterr().err

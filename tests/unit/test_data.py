@@ -553,6 +553,19 @@ def test_cut_texts_are_counted(tmp_path: Path, tokenizer) -> None:
     assert store.lengths(np.arange(4)).tolist() == [4, 4, 4, 2]
 
 
+@pytest.mark.parametrize(
+    ("texts", "is_told"), [(["the a", "我 是"], True), (["the a of 是"] * 2, False)]
+)
+def test_texts_that_the_tokenizer_does_not_know_are_told(
+    texts: list[str], is_told: bool, tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = rows(tmp_path / "a.jsonl", *texts, *[text + " x" for text in texts])
+    with caplog.at_level("WARNING"):
+        load_splits(TrainConfig(train_file=file), tokenizer)
+    told = "a.jsonl: 33 % of its tokens (first texts) are [UNK], which the tokenizer does not know"
+    assert (told in caplog.text) == ("does not know" in caplog.text) == is_told
+
+
 def test_a_label_with_few_validation_rows_is_told(
     tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:

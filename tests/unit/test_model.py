@@ -145,6 +145,10 @@ def test_a_folder_without_a_model(tiny_model: Path, tmp_path: Path) -> None:
         resolve(str(tmp_path))
     with pytest.raises(ConfigError, match="a whole model, of a run, or of a checkpoint"):
         resolve(str(tmp_path), "checkpoint")
+    (tmp_path / "adapter_config.json").write_text("{}")  # as peft saves
+    with pytest.raises(ConfigError, match="Fix: its adapters merged .peft's merge_and_unload., a"):
+        resolve(str(tmp_path), "checkpoint")
+    (tmp_path / "adapter_config.json").unlink()
     shutil.copytree(tiny_model, tmp_path / "model")
     with pytest.raises(ConfigError, match="holds no model .* Fix: .*/model"):
         resolve(str(tmp_path))
