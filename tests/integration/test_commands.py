@@ -376,6 +376,15 @@ def test_a_model_whose_logits_are_no_numbers_gives_no_label(
         evaluate.main(["--checkpoint", str(tmp_path), "--test_file", str(rows)])
 
 
+def test_a_file_that_the_shell_holds_open_is_not_replaced(tmp_path: Path) -> None:
+    """`(evaluate --output /dev/stdout; echo more) > log`"""
+    with (tmp_path / "log").open("a") as log:
+        with writing(f"/dev/fd/{log.fileno()}") as file:
+            file.write("x")
+        log.write("more")
+    assert (tmp_path / "log").read_text() == "xmore"
+
+
 @pytest.mark.parametrize("kind", ["multi_label_classification", "single_label_classification"])
 def test_infinite_logits_give_no_label(
     kind: str, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
@@ -414,6 +423,11 @@ def test_a_disk_that_is_full_is_told_with_the_file(tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert not context.__exit__(OSError, full, None)  # it is raised
     assert full.filename == str(tmp_path / "a")
+    context = writing(str(tmp_path / "a"))
+    context.__enter__()
+    of_the_input = OSError(errno.EIO, os.strerror(errno.EIO))
+    assert not context.__exit__(OSError, of_the_input, None)
+    assert of_the_input.filename is None
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 

@@ -1,6 +1,7 @@
 """The doctor on accel_ft's own jobs: no false alarm on a healthy one, and the fault named on a broken one."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -150,13 +151,22 @@ def test_faults_of_the_user_are_findings(tmp_path: Path, tiny_model: Path) -> No
 
 
 def test_keys_without_effect_and_trackers_that_are_not_there(
-    tmp_path: Path, tiny_model: Path, rows_file: Path
+    tmp_path: Path, tiny_model: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And what `overfits` is told: the loss of who knows the labels' shares alone."""
+    told, overfits = {}, job.learning.overfits
+
+    def heard(step: Any, **keys: Any) -> Finding:
+        told.update(keys)
+        return overfits(step, **keys)
+
+    monkeypatch.setattr(job.learning, "overfits", heard)
     words = ("--model_name_or_path", tiny_model, "--train_file", rows_file, "--max_seq_length", 32)
     words = (*words, "--global_batch_size", 8)
     code, found = examined(tmp_path, *words, "--lora_alpha", 8)
     assert (code, found["keys"]["verdict"]) == (0, "WARN")
     assert found["keys"]["measured"] == "lora_alpha has no effect on training without lora_r"
+    assert told == {"goal": 0.1, "chance": pytest.approx(math.log(4), abs=0.1)}
     code, found = examined(tmp_path, *words, "--report_to", "foo")
     assert (code, found["set-up"]["measured"][:32]) == (1, "report_to=foo: no such tracker. ")
 
