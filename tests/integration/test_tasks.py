@@ -160,9 +160,9 @@ def test_several_labels(
 
 
 def test_the_best_of_several_labels_is_the_one_that_is_delivered(
-    tmp_path: Path, still_model: Path
+    tmp_path: Path, still_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its labels count from tuned thresholds, not from a half."""
+    """Its labels count from tuned thresholds, not from a half, as those of a checkpoint do."""
     rows, held_out = (several(tmp_path / f"{n}.jsonl", 24, n) for n in range(2))
     words = job(still_model, rows, held_out, tmp_path / "run", "--load_best_model_at_end")
     words += ["--problem_type", "multi_label_classification", "--eval_steps", "2", "--seed", "1"]
@@ -185,6 +185,11 @@ def test_the_best_of_several_labels_is_the_one_that_is_delivered(
             "f1_macro"
         ]
     assert end["model_step"] == max(tuned, key=tuned.get)
+    capsys.readouterr()
+    evaluate.main(["--checkpoint", str(tmp_path / "run/checkpoints" / step)])
+    plain = score(logits, labels, names)["f1_macro"]
+    assert plain != pytest.approx(tuned[event["step"]], abs=1e-6)
+    assert json.loads(capsys.readouterr().out)["f1_macro"] == pytest.approx(plain, abs=1e-6)
     assert end["eval_f1_macro"] == pytest.approx(max(tuned.values()), abs=1e-6)
     assert {e["step"]: e["eval_f1_macro"] for e in evals} == pytest.approx(tuned, abs=1e-6)
 

@@ -1,5 +1,6 @@
 """Token store, splits and batches: from rows on disk to the tensors of a micro-batch."""
 
+import copy
 import json
 import os
 import pickle
@@ -564,6 +565,17 @@ def test_texts_that_the_tokenizer_does_not_know_are_told(
         load_splits(TrainConfig(train_file=file), tokenizer)
     told = "a.jsonl: 33 % of its tokens (first texts) are [UNK], which the tokenizer does not know"
     assert (told in caplog.text) == ("does not know" in caplog.text) == is_told
+
+
+def test_a_token_that_begins_each_text_is_known(
+    tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """GPT-2's for what is unknown is also that of begin and end."""
+    its = copy.deepcopy(tokenizer)
+    its.unk_token = its.cls_token
+    with caplog.at_level("WARNING"):
+        load_splits(TrainConfig(train_file=rows(tmp_path / "a.jsonl", *"abcd")), its)
+    assert "does not know" not in caplog.text
 
 
 def test_a_label_with_few_validation_rows_is_told(
