@@ -66,9 +66,11 @@ def export(
         ConfigError, CheckpointError: where it cannot be had or is damaged.
     """
     import torch
+    from safetensors.torch import save_file
 
-    from accel_ft.checkpoint import transaction
+    from accel_ft.checkpoint import convert, state, transaction
     from accel_ft.checkpoint.open import load_whole, model_folder
+    from accel_ft.model.adapters import read_adapters
     from accel_ft.model.load import PACKAGE, load_parts, load_tokenizer, resolve
     from accel_ft.reporting.record import results
     from accel_ft.runtime.card import model_card
@@ -78,8 +80,13 @@ def export(
     folder = resolve(model_folder(checkpoint), "checkpoint")
     model_config, tokenizer, names = load_parts(folder)
     with transaction.writing(output) as staging:
-        kind = model_config.dtype or torch.float32  # of the weights, as they are
-        load_whole(folder, model_config).to(kind).save_pretrained(staging)
+        if convert.is_sharded(Path(folder)) and read_adapters(Path(folder)) is None:
+            weights = state.read_weights(Path(folder))  # no model is built beside them
+            save_file(weights, staging / convert.WEIGHTS, metadata={"format": "pt"})
+            model_config.save_pretrained(staging)
+        else:
+            kind = model_config.dtype or torch.float32  # of the weights, as they are
+            load_whole(folder, model_config).to(kind).save_pretrained(staging)
         several = model_config.problem_type == "multi_label_classification"
         if several and getattr(model_config, "thresholds", None) is None:
             logger.warning("%s has no thresholds yet: each label counts from 0.5", folder)
