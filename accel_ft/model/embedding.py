@@ -52,12 +52,13 @@ def make_sparse(model: nn.Module) -> None:
     if embedding.weight.requires_grad and not tied_modules(model):
         embedding.sparse = True
         embedding.whole_gradient = torch.zeros_like(embedding.weight)
-        embedding.filled_rows = torch.empty(0, dtype=torch.int64)  # None where they are not known
+        embedding.whole_gradient.filled_rows = torch.empty(0, dtype=torch.int64)
 
 
 def fill_gradient(model: nn.Module) -> None:
     """Make the gradient whole that `make_sparse` let be sparse, after a backward pass: the same
-    numbers as ever; over several micro-batches, or ranks, to rounding.
+    numbers as ever; over several micro-batches, or ranks, to rounding. Its `filled_rows` are those
+    that are not 0; None where they are not known.
     """
     embedding: Any
     for embedding in model.modules():
@@ -65,9 +66,9 @@ def fill_gradient(model: nn.Module) -> None:
             continue
         whole, gradient = embedding.whole_gradient, embedding.weight.grad
         if not gradient.is_sparse:  # rows of one more micro-batch have come to it
-            embedding.filled_rows = None
+            whole.filled_rows = None
             continue
-        rows = embedding.filled_rows
+        rows = whole.filled_rows
         whole.zero_() if rows is None else whole.index_fill_(0, rows, 0)
-        embedding.filled_rows = gradient._indices()[0].clone()  # it may be the batch itself
+        whole.filled_rows = gradient._indices()[0].clone()  # it may be the batch itself
         embedding.weight.grad = whole.add_(gradient)

@@ -21,6 +21,7 @@ from accel_ft.model.dropout import LEVELS, apply_mask, draw_mask, dropout_scale,
 from accel_ft.model.packing import Packing, pack, packing, unpack
 
 FEWEST_VECTORISED = 32  # keys, below which torch's softmax of 16-bit floats takes one by one
+HAS_AMX = torch.cpu._is_amx_tile_supported()  # whose products wait for a transposed operand
 
 
 class Settings(NamedTuple):
@@ -230,15 +231,13 @@ class _Layer(torch.autograd.Function):
             d_shares.to(wide_kind), shares.to(wide_kind), -1, wide_kind
         ).to(kind)
         left = shares if kept_shares is None else apply_mask(shares, kept_shares, d_shares)
+        d_query = _together(_product(d_scores, key, to.scaling), shape, to)
+        d_key = _together(_product(d_scores.mT, query, to.scaling), shape, to)
+        d_value = _together(_product(left.mT, d_got, of_shares), shape, to)
         of_projections: list[torch.Tensor] = []
-        for a, b, scale, weight in (
-            (d_scores, key, to.scaling, w_q),
-            (d_scores.mT, query, to.scaling, w_k),
-            (left.mT, d_got, of_shares, w_v),
-        ):
-            gradient = _together(_product(a, b, scale), shape, to)
+        for gradient in (d_query, d_key, d_value):
             of_projections += _linear_backward(gradient, x, d)
-            d.add_(gradient @ weight)
+        d.add_((d_query @ w_q).addmm_(d_key, w_k).addmm_(d_value, w_v))
         return (
             d.view(gradients[0].shape), None, None,
             *of_projections, *of_out, *of_wide, *of_narrow, *of_norm, *of_last,
@@ -286,7 +285,8 @@ def _add_norm(
     kept = _drawn(given, dropped, generator)
     if kept is not None:
         apply_mask(given, kept, given)
-    total = torch.add(residual, given, alpha=dropout_scale(dropped))
+    given = given.to(residual.dtype)  # as torch would, which then takes more memory for the sum
+    total = torch.add(residual, given, alpha=dropout_scale(dropped), out=given)
     normed, mean, scale = torch.native_layer_norm(total, total.shape[1:], weight, bias, eps)
     return normed, (total, mean, scale, kept, weight, bias)
 
@@ -318,4 +318,7 @@ def _linear_backward(
     of what it gave is gradient x scale.
     """
     of_bias = gradient.sum(0).to(like.dtype)  # first: the gradient has just been made
-    return _product(gradient.T, given, scale).to(like.dtype), of_bias.mul_(scale)
+    turned = gradient.T
+    if HAS_AMX and gradient.shape[1] < given.shape[1]:
+        turned = turned.contiguous()
+    return _product(turned, given, scale).to(like.dtype), of_bias.mul_(scale)

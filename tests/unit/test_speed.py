@@ -6,14 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from accel_ft.engine.clip import clip
 from accel_ft.model import dropout as fast
@@ -51,11 +51,11 @@ def test_a_second_derivative_of_dropout_is_refused() -> None:
         first.sum().backward()
 
 
-def test_a_byte_of_each_element_is_kept_for_the_backward_pass() -> None:
+def test_two_bytes_of_each_element_are_kept_for_the_backward_pass() -> None:
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         fast.dropout(torch.ones(1001, requires_grad=True), 0.1, True)
-    assert [tensor.nbytes for tensor in kept] == [1001]
+    assert [tensor.nbytes for tensor in kept] == [2002]
 
 
 def test_neighbours_are_dropped_independently() -> None:
@@ -110,10 +110,11 @@ def test_layers_and_attention_use_it_while_it_lasts(
         assert F.dropout is torch_dropout
 
 
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("max_norm", [0.5, 1e3, float("inf")])
-def test_clipping_in_the_step_is_clipping(max_norm: float) -> None:
+def test_clipping_in_the_step_is_clipping(max_norm: float, bias: bool) -> None:
     torch.manual_seed(0)
-    ours, theirs = nn.Linear(30, 20), nn.Linear(30, 20)
+    ours, theirs = nn.Linear(30, 20, bias), nn.Linear(30, 20, bias)
     theirs.load_state_dict(ours.state_dict())
     # With so large an epsilon a step heeds its gradient's size, and enlarges no rounding.
     a, b = (
@@ -162,7 +163,7 @@ def test_a_sparse_gradient_of_the_words_is_the_whole_one(parts: tuple[int, ...])
     ids = torch.randint(0, 50, (4, 12, 2), generator=torch.Generator().manual_seed(0)).repeat(
         1, 1, 8
     )
-    weights = []
+    weights, accelerator = [], cast("Any", SimpleNamespace(scaler=None))
     for sparse in (True, False):
         torch.manual_seed(0)
         model = Reader(nn.Embedding(50, 8, padding_idx=0))
@@ -177,6 +178,9 @@ def test_a_sparse_gradient_of_the_words_is_the_whole_one(parts: tuple[int, ...])
                 fill_gradient(model)
                 assert not model.words.weight.grad.is_sparse
             assert not model.words.weight.grad[0].any()
+            usual = float(get_total_norm([p.grad for p in model.parameters()]))
+            norm = clip(accelerator, model, SimpleNamespace(optimizer=optimizer), float("inf"))
+            assert float(norm) == pytest.approx(usual, rel=1e-5)
             optimizer.step()
             optimizer.zero_grad()
         weights.append(model.words.weight.detach())
