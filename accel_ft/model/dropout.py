@@ -45,10 +45,10 @@ def seeded() -> np.random.SFC64:
 
 
 def draw_mask(shape: torch.Size, dropped: int, generator: np.random.SFC64) -> torch.Tensor:
-    """Return 1 for what is kept and 0 with a probability of `dropped` / LEVELS, int16."""
+    """Return 1 for what is kept and 0 with a probability of `dropped` / LEVELS, uint8."""
     count = shape.numel()
-    slices = generator.random_raw(-(-count // 4)).view(np.int16)[:count]
-    return torch.from_numpy(slices).ge_(dropped - LEVELS // 2).view(shape)  # the slices' memory
+    slices = generator.random_raw(-(-count // 4)).view(np.uint16)[:count]
+    return torch.from_numpy((slices >= dropped).view(np.uint8)).view(shape)
 
 
 def dropout_scale(dropped: int) -> float:
@@ -58,7 +58,7 @@ def dropout_scale(dropped: int) -> float:
 
 def apply_mask(values: torch.Tensor, kept: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Write to `out`, and return, the values where `kept` is 1, and 0 where it is 0: a product of
-    their bits, for as numbers both would be converted first (as bits, 16 of them are not).
+    their bits, for as numbers both would be converted first.
     """
     bits = (torch.int8, torch.int16, torch.int32, torch.int64)[values.itemsize.bit_length() - 1]
     torch.mul(values.view(bits), kept, out=out.view(bits))

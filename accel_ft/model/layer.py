@@ -21,7 +21,6 @@ from accel_ft.model.dropout import LEVELS, apply_mask, draw_mask, dropout_scale,
 from accel_ft.model.packing import Packing, pack, packing, unpack
 
 FEWEST_VECTORISED = 32  # keys, below which torch's softmax of 16-bit floats takes one by one
-HAS_AMX = torch.cpu._is_amx_tile_supported()  # whose products wait for a transposed operand
 
 
 class Settings(NamedTuple):
@@ -285,7 +284,7 @@ def _add_norm(
     kept = _drawn(given, dropped, generator)
     if kept is not None:
         apply_mask(given, kept, given)
-    given = given.to(residual.dtype)  # as torch would, which then takes more memory for the sum
+    given = given.to(residual.dtype)  # torch would, too, and take other memory for the sum
     total = torch.add(residual, given, alpha=dropout_scale(dropped), out=given)
     normed, mean, scale = torch.native_layer_norm(total, total.shape[1:], weight, bias, eps)
     return normed, (total, mean, scale, kept, weight, bias)
@@ -318,7 +317,4 @@ def _linear_backward(
     of what it gave is gradient x scale.
     """
     of_bias = gradient.sum(0).to(like.dtype)  # first: the gradient has just been made
-    turned = gradient.T
-    if HAS_AMX and gradient.shape[1] < given.shape[1]:
-        turned = turned.contiguous()
-    return _product(turned, given, scale).to(like.dtype), of_bias.mul_(scale)
+    return _product(gradient.T, given, scale).to(like.dtype), of_bias.mul_(scale)

@@ -120,28 +120,15 @@ def test_dropout(model: str, length: int) -> None:
 
 
 def test_what_is_kept() -> None:
-    """Of a score 4 bytes, of what is between the wide layers 2 x 2; under autocast, with dropout."""
+    """Of a score 3 bytes, of what is between the wide layers 2 x 2; under autocast, with dropout."""
     (ours, _), (tokens, mask), kept = layers(p=0.1), given(40), []
     with (
         torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
         torch.autocast("cpu", torch.bfloat16),
     ):
         ours(tokens, mask)
-    for count, each in ((2 * 3 * 40 * 40, 4), (2 * 40 * 40, 4)):
+    for count, each in ((2 * 3 * 40 * 40, 3), (2 * 40 * 40, 4)):
         assert sum(t.nbytes for t in kept if t.numel() == count) == each * count
-
-
-@pytest.mark.parametrize("wide", [8, 24])
-@pytest.mark.parametrize("has_amx", [True, False])
-def test_gradients_of_a_linear_layer(
-    has_amx: bool, wide: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "HAS_AMX", has_amx)
-    gradient, inputs = torch.randn(64, wide).bfloat16(), torch.randn(64, 16).bfloat16()
-    of_weight, of_bias = module._linear_backward(gradient, inputs, torch.empty(0), scale=2.0)
-    expected = 2 * gradient.double().T @ inputs.double()
-    torch.testing.assert_close(of_weight.double(), expected, rtol=5e-3, atol=5e-2)
-    torch.testing.assert_close(of_bias.double(), 2 * gradient.double().sum(0), rtol=5e-3, atol=5e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
