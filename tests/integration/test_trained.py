@@ -136,8 +136,10 @@ def test_adapters(words: list[str], tmp_path: Path, tiny_model: Path) -> None:
     assert not torch.equal(before[name], whole[f"bert.{name}"])
     texts = ["goal striker league", "shares profit bank", "orbit chip"]
     scores = load_classifier(run, all_scores=True).predict(texts)
-    for again in (checkpoint, run / "model"):
-        assert load_classifier(again, all_scores=True).predict(texts) == scores
+    assert load_classifier(run / "model", all_scores=True).predict(texts) == scores
+    again = load_classifier(checkpoint, all_scores=True).predict(texts)  # merged here: to rounding
+    for mine, other in zip(again, scores, strict=True):
+        assert mine["scores"] == pytest.approx(other["scores"], rel=1e-6)
 
 
 def test_adapters_of_another_base_do_not_go_on(
