@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -163,7 +163,8 @@ def test_a_sparse_gradient_of_the_words_is_the_whole_one(parts: tuple[int, ...])
     ids = torch.randint(0, 50, (4, 12, 2), generator=torch.Generator().manual_seed(0)).repeat(
         1, 1, 8
     )
-    weights, accelerator = [], cast("Any", SimpleNamespace(scaler=None))
+    accelerator: Any = SimpleNamespace(scaler=None)
+    weights = []
     for sparse in (True, False):
         torch.manual_seed(0)
         model = Reader(nn.Embedding(50, 8, padding_idx=0))
