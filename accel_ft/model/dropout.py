@@ -1,8 +1,9 @@
-"""Dropout for training on a CPU: a mask from 16-bit slices of 64-bit draws, four elements a draw.
+"""Dropout for training on a CPU: a mask from the bytes of 64-bit draws, eight elements a draw.
 
 Masks come from numpy's SFC64, as torch's generator takes twice as long; each layer has one of its
-own, whose seed is drawn from torch's default one: so they are reproduced and resumed with that. A
-probability is rounded to 1/65536, and what is kept is scaled by the rounded one: the mean is exact.
+own, whose seed is drawn from torch's default one: so they are reproduced and resumed with that. For
+each mask the probability is rounded to 1/256, up or down at random: on average it is what was
+asked for. What is kept is scaled by the rounded one: the mean is exact.
 """
 
 import contextlib
@@ -15,7 +16,8 @@ import torch.nn.functional as F
 
 from accel_ft.runtime.compiled import is_compiled
 
-LEVELS = 2**16
+LEVELS = 2**8  # of a byte
+MOST = 1 - 1 / LEVELS  # the greatest probability whose masks are made here
 
 _dropout_of_torch = F.dropout
 
@@ -31,11 +33,10 @@ def dropout(
         training: else they are returned as they are.
         inplace: leaves it to torch.
     """
-    dropped = round(p * LEVELS)
-    plain = training and not inplace and 0 < dropped < LEVELS and input.is_floating_point()
+    plain = training and not inplace and 0 < p <= MOST and input.is_floating_point()
     if not plain or input.device.type != "cpu":
         return _dropout_of_torch(input, p, training, inplace)
-    kept: torch.Tensor = _Dropout.apply(input, dropped)  # type: ignore[no-untyped-call]
+    kept: torch.Tensor = _Dropout.apply(input, p)  # type: ignore[no-untyped-call]
     return kept
 
 
@@ -44,22 +45,30 @@ def seeded() -> np.random.SFC64:
     return np.random.SFC64(torch.randint(2**63 - 1, (1,)).numpy())
 
 
-def draw_mask(shape: torch.Size, dropped: int, generator: np.random.SFC64) -> torch.Tensor:
-    """Return 1 for what is kept and 0 with a probability of `dropped` / LEVELS, uint8."""
-    count = shape.numel()
-    slices = generator.random_raw(-(-count // 4)).view(np.uint16)[:count]
-    return torch.from_numpy((slices >= dropped).view(np.uint8)).view(shape)
+def draw_mask(shape: torch.Size, p: float, generator: Any) -> tuple[torch.Tensor | None, float]:
+    """Return 1 for what is kept and 0 for what is dropped, uint8, and the factor that scales what
+    is kept to the mean of all. None, and 1, where nothing is dropped.
 
-
-def dropout_scale(dropped: int) -> float:
-    """Return what scales the rest to the mean of all."""
-    return LEVELS / (LEVELS - dropped)
-
-
-def apply_mask(values: torch.Tensor, kept: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write to `out`, and return, the values where `kept` is 1, and 0 where it is 0: a product of
-    their bits, for as numbers both would be converted first.
+    Args:
+        shape: of the mask.
+        p: probability that an element is dropped, at most MOST; rounded as said above.
+        generator: `seeded`; None will do for a `p` of 0.
     """
+    dropped = int(p * LEVELS + (generator.random_raw() >> 40) / 2**24) if p else 0
+    if not dropped:
+        return None, 1.0
+    count = shape.numel()
+    drawn = generator.random_raw(-(-count // 8)).view(np.uint8)[:count]
+    kept = torch.from_numpy((drawn >= dropped).view(np.uint8)).view(shape)
+    return kept, LEVELS / (LEVELS - dropped)
+
+
+def apply_mask(values: torch.Tensor, kept: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """Write to `out`, and return, the values where `kept` is 1, and 0 where it is 0: a product of
+    their bits, for as numbers both would be converted first. Without `kept`, return `values`.
+    """
+    if kept is None:
+        return values
     bits = (torch.int8, torch.int16, torch.int32, torch.int64)[values.itemsize.bit_length() - 1]
     torch.mul(values.view(bits), kept, out=out.view(bits))
     return out
@@ -67,18 +76,17 @@ def apply_mask(values: torch.Tensor, kept: torch.Tensor, out: torch.Tensor) -> t
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, dropped: int) -> torch.Tensor:
-        kept = draw_mask(values.shape, dropped, seeded())
+    def forward(ctx: Any, values: torch.Tensor, p: float) -> torch.Tensor:
+        kept, ctx.scale = draw_mask(values.shape, p, seeded())
         ctx.save_for_backward(kept)
-        ctx.scale = dropout_scale(dropped)
-        return apply_mask(values, kept, torch.empty_like(values)).mul_(ctx.scale)
+        return apply_mask(values, kept, torch.empty_like(values)).mul(ctx.scale)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         (kept,) = ctx.saved_tensors
-        gradient = torch.empty_like(gradients[0])
-        return apply_mask(gradients[0], kept, gradient).mul_(ctx.scale), None
+        gradient = apply_mask(gradients[0], kept, torch.empty_like(gradients[0]))
+        return gradient.mul(ctx.scale), None
 
 
 def on_cpu(device: torch.device) -> contextlib.AbstractContextManager[Any]:

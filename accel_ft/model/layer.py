@@ -17,10 +17,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from accel_ft.model.dropout import LEVELS, apply_mask, draw_mask, dropout_scale, seeded
+from accel_ft.model.dropout import MOST, apply_mask, draw_mask, seeded
 from accel_ft.model.packing import Packing, pack, packing, unpack
 
 FEWEST_VECTORISED = 32  # keys, below which torch's softmax of 16-bit floats takes one by one
+FEWEST_TURNED = 256  # columns of a matrix, from which `_turned` pays
+HAS_AMX = hasattr(torch.cpu, "get_capabilities") and torch.cpu.get_capabilities().get("amx_bf16")
 
 
 class Settings(NamedTuple):
@@ -30,7 +32,7 @@ class Settings(NamedTuple):
     size: int  # of a head
     scaling: float  # of the scores
     eps: tuple[float, ...]  # of the two norms
-    dropped: list[int]  # of LEVELS: of the shares, of what attention gives, and of the rest
+    dropouts: list[float]  # of the shares, of what attention gives, and of the rest
     packed: Packing | None  # what the tokens are; None: [B, S, D]
 
 
@@ -116,13 +118,13 @@ def forward(
     """
     attention, checkpoints = attention_of(layer), getattr(layer, "gradient_checkpointing", False)
     modules, activation, dropouts = layer_parts(layer)
-    dropped = [round(p * LEVELS) * layer.training for p in dropouts]
+    dropouts = [p * layer.training for p in dropouts]
     if (
         torch.compiler.is_compiling()
         or not tokens.is_cpu
         or set(map(type, modules)) != {nn.Linear, nn.LayerNorm}
         or getattr(activation, "act", None) is not F.gelu
-        or max(dropped) >= LEVELS
+        or max(dropouts) > MOST
         or kwargs.get("output_attentions")
         or attention.config.output_attentions
         or attention.config._attn_implementation != "eager"  # asked for since
@@ -140,7 +142,7 @@ def forward(
         attention_mask = attention_mask.clamp(min=least)  # float32's would be -inf in bfloat16
     eps = (modules[6].eps, modules[7].eps)
     settings = Settings(
-        kind, attention.attention_head_size, attention.scaling, eps, dropped, packed
+        kind, attention.attention_head_size, attention.scaling, eps, dropouts, packed
     )
     tensors = [tensor for module in modules for tensor in (module.weight, module.bias)]
     given = (tokens, attention_mask, settings, *tensors)
@@ -175,24 +177,24 @@ class _Layer(torch.autograd.Function):
         scores = scores.flatten(0, 1).baddbmm_(query, key.mT, alpha=to.scaling)
         wide_kind = torch.promote_types(kind, torch.float32)
         shares = scores.softmax(-1, dtype=wide_kind).to(kind)
-        generator = seeded() if any(to.dropped) else None
-        kept_shares = _drawn(shares, to.dropped[0], generator)
-        left = shares if kept_shares is None else apply_mask(shares, kept_shares, scores)
-        got = _together(_product(left, value, dropout_scale(to.dropped[0])), shape, to)  # [N, D]
+        generator = seeded() if any(to.dropouts) else None
+        kept_shares, scale_shares = draw_mask(shares.shape, to.dropouts[0], generator)
+        left = apply_mask(shares, kept_shares, scores)
+        got = _together(_product(left, value, scale_shares), shape, to)  # [N, D]
         del scores, left
 
         given = torch.addmm(b_out, got, w_out.T)
-        middle, norm = _add_norm(
-            residual, given, to.dropped[1], generator, weights[6], biases[6], to.eps[0]
+        middle, norm, scale_given = _add_norm(
+            residual, given, to.dropouts[1], generator, weights[6], biases[6], to.eps[0]
         )
         y = middle.to(kind)
         before = torch.addmm(b_wide, y, w_wide.T)
         after = F.gelu(before)
         given = torch.addmm(b_narrow, after, w_narrow.T)
-        result, last = _add_norm(
-            middle, given, to.dropped[2], generator, weights[7], biases[7], to.eps[1]
+        result, last, scale_narrow = _add_norm(
+            middle, given, to.dropouts[2], generator, weights[7], biases[7], to.eps[1]
         )
-        ctx.settings, ctx.shape = to, shape
+        ctx.settings, ctx.shape, ctx.scales = to, shape, (scale_shares, scale_given, scale_narrow)
         ctx.save_for_backward(
             x, query, key, value, shares, kept_shares, got, y, before, after,
             *cast, *norm, *last,
@@ -204,35 +206,32 @@ class _Layer(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         to, shape, kind = ctx.settings, ctx.shape, ctx.settings.kind
+        scale_shares, scale_given, scale_narrow = ctx.scales
         saved = ctx.saved_tensors  # once: gradient checkpointing computes them anew
         x, query, key, value, shares, kept_shares, got, y, before, after = saved[:10]
         w_q, w_k, w_v, w_out, w_wide, w_narrow = saved[10:16]
         norm, last = saved[16:22], saved[22:]
 
         d, d_given, *of_last = _add_norm_backward(gradients[0].reshape(-1, shape[-1]), kind, *last)
-        scale = dropout_scale(to.dropped[2])
-        of_narrow = _linear_backward(d_given, after, d, scale)
-        d_wide = _product(d_given, w_narrow, scale)
+        of_narrow = _linear_backward(d_given, after, d, scale_narrow)
+        d_wide = _product(d_given, w_narrow, scale_narrow)
         torch.ops.aten.gelu_backward.grad_input(d_wide, before, grad_input=d_wide)
         of_wide = _linear_backward(d_wide, y, d)
         d, d_given, *of_norm = _add_norm_backward(d.add_(d_wide @ w_wide), kind, *norm)
-        scale = dropout_scale(to.dropped[1])
-        of_out = _linear_backward(d_given, got, d, scale)
+        of_out = _linear_backward(d_given, got, d, scale_given)
 
-        d_got = _by_head(_product(d_given, w_out, scale), shape, to)
-        of_shares = dropout_scale(to.dropped[0])
-        d_shares = _product(d_got, value.mT, of_shares)
-        if kept_shares is not None:
-            apply_mask(d_shares, kept_shares, d_shares)
+        d_got = _by_head(_product(d_given, w_out, scale_given), shape, to)
+        d_shares = _product(d_got, value.mT, scale_shares)
+        apply_mask(d_shares, kept_shares, d_shares)
         is_vectorised = shape[1] >= FEWEST_VECTORISED
         wide_kind = kind if is_vectorised else torch.promote_types(kind, torch.float32)
         d_scores = torch._softmax_backward_data(
             d_shares.to(wide_kind), shares.to(wide_kind), -1, wide_kind
         ).to(kind)
-        left = shares if kept_shares is None else apply_mask(shares, kept_shares, d_shares)
+        left = apply_mask(shares, kept_shares, d_shares)
         d_query = _together(_product(d_scores, key, to.scaling), shape, to)
         d_key = _together(_product(d_scores.mT, query, to.scaling), shape, to)
-        d_value = _together(_product(left.mT, d_got, of_shares), shape, to)
+        d_value = _together(_product(left.mT, d_got, scale_shares), shape, to)
         of_projections: list[torch.Tensor] = []
         for gradient in (d_query, d_key, d_value):
             of_projections += _linear_backward(gradient, x, d)
@@ -267,27 +266,24 @@ def _product(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     return add(a, b, beta=0, alpha=scale)
 
 
-def _drawn(like: torch.Tensor, dropped: int, generator: Any) -> torch.Tensor | None:
-    return draw_mask(like.shape, dropped, generator) if dropped else None
-
-
 def _add_norm(
     residual: torch.Tensor,
     given: torch.Tensor,
-    dropped: int,
+    p: float,
     generator: Any,
     weight: torch.Tensor,
     bias: torch.Tensor,
     eps: float,
-) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-    """Return the norm of residual + dropout(given), [N, D], and what its backward pass needs."""
-    kept = _drawn(given, dropped, generator)
-    if kept is not None:
-        apply_mask(given, kept, given)
+) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...], float]:
+    """Return the norm of residual + dropout(given), [N, D], what its backward pass needs, and
+    dropout's factor.
+    """
+    kept, factor = draw_mask(given.shape, p, generator)
+    given = apply_mask(given, kept, given)
     given = given.to(residual.dtype)  # torch would, too, and take other memory for the sum
-    total = torch.add(residual, given, alpha=dropout_scale(dropped), out=given)
+    total = torch.add(residual, given, alpha=factor, out=given)
     normed, mean, scale = torch.native_layer_norm(total, total.shape[1:], weight, bias, eps)
-    return normed, (total, mean, scale, kept, weight, bias)
+    return normed, (total, mean, scale, kept, weight, bias), factor
 
 
 def _add_norm_backward(
@@ -305,8 +301,7 @@ def _add_norm_backward(
         gradient, total, total.shape[1:], mean, scale, weight, bias, [True, True, True]
     )
     d_given = d_total.to(kind, copy=True)
-    if kept is not None:
-        apply_mask(d_given, kept, d_given)
+    apply_mask(d_given, kept, d_given)
     return d_total, d_given, d_weight, d_bias
 
 
@@ -317,4 +312,15 @@ def _linear_backward(
     of what it gave is gradient x scale.
     """
     of_bias = gradient.sum(0).to(like.dtype)  # first: the gradient has just been made
-    return _product(gradient.T, given, scale).to(like.dtype), of_bias.mul_(scale)
+    turned = _turned(gradient) if given.shape[1] > gradient.shape[1] else gradient.T
+    return _product(turned, given, scale).to(like.dtype), of_bias.mul_(scale)
+
+
+def _turned(rows: torch.Tensor) -> torch.Tensor:
+    """[N, D] -> [D, N], for a product with something wider: with AMX its rows one after the other,
+    as what is not read by rows is turned for each block of the product's columns anew. Times 1, it
+    is copied faster than by a copy.
+    """
+    if HAS_AMX and rows.dtype == torch.bfloat16 and rows.shape[1] >= FEWEST_TURNED:
+        return torch.eye(rows.shape[1], dtype=rows.dtype) @ rows.T
+    return rows.T

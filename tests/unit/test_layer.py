@@ -91,6 +91,21 @@ def test_it_errs_no_more_in_bfloat16(model: str, length: int) -> None:
     assert 0 < errors[0] <= errors[1]
 
 
+@pytest.mark.parametrize(("dtype", "amx", "width", "turns"), [
+    (torch.bfloat16, True, 300, True), (torch.bfloat16, True, 200, False),
+    (torch.bfloat16, False, 300, False), (torch.float32, True, 300, False),
+])  # fmt: skip
+def test_rows_are_turned_for_the_products_of_amx(
+    dtype: torch.dtype, amx: bool, width: int, turns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same numbers, one row after the other."""
+    monkeypatch.setattr(module, "HAS_AMX", amx)
+    rows = torch.randn(7, width).to(dtype)
+    turned = module._turned(rows)
+    assert torch.equal(turned, rows.T)
+    assert turned.is_contiguous() == turns
+
+
 @pytest.mark.parametrize("model", ["bert", "distilbert"])
 @pytest.mark.parametrize("length", [7, 40])
 def test_dropout(model: str, length: int) -> None:
@@ -98,9 +113,10 @@ def test_dropout(model: str, length: int) -> None:
     ours, theirs = (each.double() for each in layers(model, 0.25))
     (tokens, mask), drawn = given(length), []
 
-    def draw(*args: Any) -> torch.Tensor:
-        drawn.append(draw_mask(*args))
-        return drawn[-1]
+    def draw(*args: Any) -> tuple[torch.Tensor | None, float]:
+        kept, scale = draw_mask(*args)
+        drawn.extend([] if kept is None else [kept])
+        return kept, scale
 
     def drop(values: torch.Tensor, p: float, *_: Any, **__: Any) -> torch.Tensor:
         return values * masks.pop(0).view(values.shape) / (1 - p)

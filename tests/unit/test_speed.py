@@ -30,16 +30,30 @@ def test_dropout_is_dropout(p: float, dtype: torch.dtype) -> None:
     out = fast.dropout(values, p, True)
     out.sum().backward()
     kept = out != 0
-    assert (~kept).float().mean().item() == pytest.approx(p, abs=0.002)
-    assert out[kept].unique().tolist() == pytest.approx(
-        [1 / (1 - p)], rel=1e-2 if dtype == torch.bfloat16 else 1e-4
-    )
+    dropped = (~kept).float().mean().item()
+    assert dropped == pytest.approx(p, abs=1 / 256 + 0.002)
+    assert out[kept].unique().tolist() == pytest.approx([1 / (1 - dropped)], rel=1e-2)
     assert torch.equal(values.grad, out.detach())
     if dtype == torch.float32:
         assert out.mean().item() == pytest.approx(1.0, abs=0.01)
     for axis in (0, 1):  # no row or column is favoured: 6 standard deviations
         shares = kept.float().mean(axis)
-        assert (shares - (1 - p)).abs().max() < 6 * (p * (1 - p) / 999) ** 0.5
+        assert (shares - (1 - dropped)).abs().max() < 6 * (p * (1 - p) / 999) ** 0.5
+
+
+@pytest.mark.parametrize("p", [0.001, 0.1, 0.3, 255 / 256])
+def test_the_probability_is_rounded_up_or_down_and_right_on_average(p: float) -> None:
+    """To 256ths; and what is kept is scaled by the rounded one."""
+    torch.manual_seed(0)
+    dropped = []
+    for _ in range(3000):
+        kept, scale = fast.draw_mask(torch.Size((9,)), p, fast.seeded())
+        assert (kept is None) == (scale == 1.0)
+        dropped.append(256 * (1 - 1 / scale))
+    levels = {round(each) for each in dropped}
+    assert dropped == pytest.approx([round(each) for each in dropped])
+    assert levels == {int(p * 256), -int(-p * 256 // 1)}
+    assert sum(dropped) / 3000 == pytest.approx(p * 256, abs=4 * 0.5 / 3000**0.5)
 
 
 def test_a_second_derivative_of_dropout_is_refused() -> None:
@@ -59,7 +73,7 @@ def test_a_byte_of_each_element_is_kept_for_the_backward_pass() -> None:
 
 
 def test_neighbours_are_dropped_independently() -> None:
-    """The four elements of one draw, and the next draw: no pair says anything of the other."""
+    """The eight elements of one draw, and the next draw: no pair says anything of the other."""
     torch.manual_seed(0)
     kept = (fast.dropout(torch.ones(4_000_000), 0.5, True) != 0).float() * 2 - 1
     for distance in (1, 2, 3, 4, 5, 8, 64):
