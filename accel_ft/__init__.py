@@ -51,7 +51,7 @@ def fit(config: str | Path | None = None, **settings: Any) -> Path:
     import torch
 
     from accel_ft.config import TrainConfig
-    from accel_ft.errors import ConfigError, close_process_group
+    from accel_ft.errors import ConfigError, UserError, close_process_group
     from accel_ft.runtime.guest import as_a_guest
     from accel_ft.settings import checked, read_settings, settings_to_reproduce
     from accel_ft.train import fit as run
@@ -72,6 +72,9 @@ def fit(config: str | Path | None = None, **settings: Any) -> Path:
     try:
         with as_a_guest():
             run(job)
+    except UserError:  # on all ranks: none waits for another
+        atexit.register(close_process_group)
+        raise
     finally:
         gc.collect()  # a model's parts know each other
         _fitting.release()

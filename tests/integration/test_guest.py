@@ -215,7 +215,9 @@ def test_a_fault_of_one_rank_is_raised_on_all(job: dict[str, Any], tmp_path: Pat
     assert done.stdout.count("already holds a run") == 2
     assert (tmp_path / "run2/model/config.json").is_file()
     script.write_text(
-        "import os, accel_ft\nfrom pathlib import Path\nfrom accel_ft.errors import UserError\n"
+        "import atexit, os, accel_ft\nfrom pathlib import Path\n"
+        "from accel_ft.errors import UserError\nfrom torch import distributed as dist\n"
+        "atexit.register(lambda: os.write(1, b'closed\\n' * (not dist.is_initialized())))\n"
         f"keys = {job!r} | {{'output_dir': {str(tmp_path / 'run3')!r}}}\nmkdir = Path.mkdir\n"
         "def fails(path, *words, **more):\n"
         "    if path.name == 'ranks' and os.environ['RANK'] == '1':\n"
@@ -227,6 +229,7 @@ def test_a_fault_of_one_rank_is_raised_on_all(job: dict[str, Any], tmp_path: Pat
     )
     done = launch("cpu_ddp.yaml", "--num_processes", 2, script)
     assert done.stdout.count("run3: no room for it") == 2
+    assert done.stdout.count("closed") == 2  # at its end a thread of an open one may abort a rank
 
 
 def test_paths_in_letters_that_the_terminal_has_not(job: dict[str, Any], tmp_path: Path) -> None:
