@@ -79,14 +79,15 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, values: torch.Tensor, p: float) -> torch.Tensor:
         kept, ctx.scale = draw_mask(values.shape, p, seeded())
         ctx.save_for_backward(kept)
-        return apply_mask(values, kept, torch.empty_like(values)).mul(ctx.scale)
+        scaled = values * ctx.scale
+        return apply_mask(scaled, kept, scaled)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         (kept,) = ctx.saved_tensors
-        gradient = apply_mask(gradients[0], kept, torch.empty_like(gradients[0]))
-        return gradient.mul(ctx.scale), None
+        scaled = gradients[0] * ctx.scale
+        return apply_mask(scaled, kept, scaled), None
 
 
 def on_cpu(device: torch.device) -> contextlib.AbstractContextManager[Any]:

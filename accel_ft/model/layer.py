@@ -317,9 +317,8 @@ def _linear_backward(
 
 
 def _turned(rows: torch.Tensor) -> torch.Tensor:
-    """[N, D] -> [D, N], for a product with something wider: with AMX its rows one after the other,
-    as what is not read by rows is turned for each block of the product's columns anew. Times 1, it
-    is copied faster than by a copy.
+    """[N, D] -> [D, N], for a product with something wider. With AMX it comes row by row: read by
+    columns the product takes up to twice as long, and a product with 1 is faster than torch's copy.
     """
     if HAS_AMX and rows.dtype == torch.bfloat16 and rows.shape[1] >= FEWEST_TURNED:
         return torch.eye(rows.shape[1], dtype=rows.dtype) @ rows.T
