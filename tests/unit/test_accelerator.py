@@ -254,11 +254,12 @@ def test_a_rank_that_waits_for_others_ends_with_its_launcher() -> None:
     reading, writing = os.pipe()
     launcher = os.fork()
     if launcher == 0:
+        pid = os.getpid()  # it may be gone when the rank asks
         if os.fork() == 0:
             from accel_ft import errors
 
             os.dup2(writing, 2)
-            errors.parent = os.getppid(), ["accelerate", "launch", "-m", "accel_ft.train"]
+            errors.parent = pid, ["accelerate", "launch", "-m", "accel_ft.train"]
             with launch._meeting():
                 time.sleep(30)
         os._exit(0)
