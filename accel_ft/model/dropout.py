@@ -29,7 +29,7 @@ def dropout(
 
     Args:
         input: any shape.
-        p: probability that an element becomes 0; the others are scaled by 1 / (1 - p).
+        p: probability that an element becomes 0, rounded as said above; the others are scaled.
         training: else they are returned as they are.
         inplace: leaves it to torch.
     """
