@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from accel_ft.model.dropout import MOST, apply_mask, draw_mask, seeded
 from accel_ft.model.packing import Packing, pack, packing, unpack
 
-FEWEST_VECTORISED = 32  # keys, below which torch's softmax of 16-bit floats takes one by one
+VECTOR = 32  # 16-bit floats; torch's softmax takes what is left of a row's keys one by one
 FEWEST_TURNED = 256  # columns of a matrix, from which `_turned` pays
 HAS_AMX = hasattr(torch.cpu, "get_capabilities") and torch.cpu.get_capabilities().get("amx_bf16")
 
@@ -175,7 +175,8 @@ class _Layer(torch.autograd.Function):
         scores = query.new_empty(full)
         scores.zero_() if mask is None else scores.copy_(mask)
         scores = scores.flatten(0, 1).baddbmm_(query, key.mT, alpha=to.scaling)
-        wide_kind = torch.promote_types(kind, torch.float32)
+        is_whole = shape[1] % VECTOR == 0  # either way computed in float32, and rounded once
+        wide_kind = kind if is_whole else torch.promote_types(kind, torch.float32)
         shares = scores.softmax(-1, dtype=wide_kind).to(kind)
         generator = seeded() if any(to.dropouts) else None
         kept_shares, scale_shares = draw_mask(shares.shape, to.dropouts[0], generator)
@@ -223,8 +224,7 @@ class _Layer(torch.autograd.Function):
         d_got = _by_head(_product(d_given, w_out, scale_given), shape, to)
         d_shares = _product(d_got, value.mT, scale_shares)
         apply_mask(d_shares, kept_shares, d_shares)
-        is_vectorised = shape[1] >= FEWEST_VECTORISED
-        wide_kind = kind if is_vectorised else torch.promote_types(kind, torch.float32)
+        wide_kind = kind if shape[1] >= VECTOR else torch.promote_types(kind, torch.float32)
         d_scores = torch._softmax_backward_data(
             d_shares.to(wide_kind), shares.to(wide_kind), -1, wide_kind
         ).to(kind)

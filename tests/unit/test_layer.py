@@ -147,13 +147,14 @@ def test_what_is_kept() -> None:
         assert sum(t.nbytes for t in kept if t.numel() == count) == each * count
 
 
+@pytest.mark.parametrize("length", [7, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sample_without_a_token(dtype: torch.dtype) -> None:
+def test_a_sample_without_a_token(dtype: torch.dtype, length: int) -> None:
     """The least float32 would be minus infinity in bfloat16, and softmax of nothing else not a number."""
     ours, _ = layers()
-    tokens, _ = given(7)
+    tokens, _ = given(length)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        blind = ours(tokens, torch.full((2, 1, 1, 7), LEAST))
+        blind = ours(tokens, torch.full((2, 1, 1, length), LEAST))
     assert blind.isfinite().all()
 
 
