@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import parse_flag_from_env
 from numpy.typing import NDArray
 
 from accel_ft.checkpoint import convert, state, transaction
@@ -88,6 +89,8 @@ def open_classifier(checkpoint: str, device: torch.device) -> Classifier:
     compute_first_token_only(model)
     if is_compiled():
         logger.warning("compile is for training: labels are computed without it")
+    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        logger.warning("FSDP is for training: each process holds the whole model")
     return Classifier(folder, model, tokenizer, names)
 
 
