@@ -40,6 +40,22 @@ def test_published_whole_and_verified(tmp_path: Path) -> None:
     assert transaction.list_published(tmp_path) == [(500, final)]
 
 
+def test_a_folder_that_is_written(tmp_path: Path) -> None:
+    """Where what holds it is not there yet, and beside what a killed process has left of it."""
+    final = tmp_path / "not/yet/model"
+    for text in ("one", "another"):
+        with transaction.writing(final) as staging:
+            (staging / "weights").write_text(text)
+        left = transaction.staging_folder(final)
+        left.mkdir()
+        (left / "of a killed process").touch()
+    assert [(path.name, path.read_text()) for path in final.iterdir()] == [("weights", "another")]
+    with pytest.raises(RuntimeError), transaction.writing(final):
+        raise RuntimeError
+    assert (final / "weights").read_text() == "another"
+    assert not left.exists()
+
+
 def test_what_a_killed_write_has_left_goes(tmp_path: Path) -> None:
     """It might be uploaded with the model."""
     write, left = files.os.fsync, tmp_path / "README.md"

@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
@@ -58,3 +61,29 @@ def test_members_of_an_enumeration(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_no_other_attribute(args: tuple[Any, ...], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not safe to load: (takes|_Member.__new__)"):
         trust.refuse_code(write(tmp_path, Metadata({}, Attribute(*args), {})))
+
+
+@pytest.mark.parametrize(
+    ("value", "about", "refused"),
+    [
+        ({"lr": 0.1}, {}, None),
+        (Attribute(Path, "home"), {}, "Weights only load failed|getattr"),
+        ({"lr": 0.1}, {"relative_path": "../__0_0.distcp"}, "is no file of it"),
+        ({"lr": 0.1}, {"transform_descriptors": ["zstd"]}, "is compressed"),
+    ],
+)
+def test_values_that_are_no_tensors(
+    value: object, about: dict[str, Any], refused: str | None, tmp_path: Path
+) -> None:
+    """torch unpickles them without `weights_only`, from the place that .metadata tells."""
+    torch.save(value, tmp_path / "value")
+    content = (tmp_path / "value").read_bytes()
+    place = {"relative_path": "__0_0.distcp", "offset": 3, "length": len(content)} | about
+    entries = {"rate": BytesStorageMetadata()}
+    write(tmp_path, Metadata(entries, storage_data={MetadataIndex("rate"): _StorageInfo(**place)}))
+    (tmp_path / "shards/__0_0.distcp").write_bytes(b"abc" + content + b"def")
+    if refused is None:
+        trust.refuse_code(tmp_path)
+    else:
+        with pytest.raises(CheckpointError, match=refused):
+            trust.refuse_code(tmp_path)
