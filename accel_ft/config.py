@@ -235,7 +235,7 @@ class DataConfig(Config):
     per_device_eval_batch_size: int | None = Field(None, ge=1)
     """Samples of an evaluation batch on one rank where texts are longest; batches of shorter texts
     have more, up to the same number of tokens. Left out: 16 on a CPU, whose caches are small; else
-    64."""
+    64; beyond 512 tokens fewer."""
 
     @property
     def files(self) -> dict[str, Path]:
@@ -627,7 +627,8 @@ class PredictConfig(Config):
     """Tokens a text is cut at; of no run, what the model sees, 512 at most."""
     per_device_eval_batch_size: int | None = Field(None, ge=1)
     """Samples of a batch where texts are longest; batches of shorter texts have more, up to the
-    same number of tokens. Left out: 16 on a CPU, whose caches are small; else 64."""
+    same number of tokens. Left out: 16 on a CPU, whose caches are small; else 64;
+    beyond 512 tokens fewer."""
 
     def rules(self) -> Iterator[Fault]:
         """Exactly one source of texts, and it exists."""

@@ -1,10 +1,11 @@
 """How a command ends: faults of the user or the machine with one short message, never a traceback.
 
 exit code 0     done
-          1     a rank failed, or a fault of accel_ft (with its traceback)
+          1     a rank failed, a fault of accel_ft (with its traceback), a FAIL of the doctor's, or
+                who reads standard output is gone
           2     a fault the user can mend
           75    preempted: a checkpoint was saved, start again (EX_TEMPFAIL of sysexits.h)
-          128+n a second signal n ended it at once
+          128+n a second signal n ended it at once; of what saves nothing, the first
 """
 
 import contextlib

@@ -93,8 +93,11 @@ def export(
         # That of load_parts may pad with a word, which would be a special token when read back.
         load_tokenizer(folder, "checkpoint").save_pretrained(staging)
         settings = run_settings({"checkpoint": checkpoint}) | {"hub_model_id": repo_id}
-        if settings.get("problem_type") is None and model_config.problem_type is not None:
-            settings["problem_type"] = model_config.problem_type
+        for key in ("problem_type", "max_seq_length"):  # of a model that has left its run
+            value = getattr(model_config, key, None)
+            if settings.get(key) is None and value is not None:
+                settings[key] = value
+        pairs = getattr(model_config, "text_pairs", False)
         run = run_folder(checkpoint)
         receipt = read_receipt(run) if run is not None else {}
         is_package = str(settings.get("model_name_or_path")).startswith(PACKAGE)
@@ -102,7 +105,7 @@ def export(
             settings.pop("model_name_or_path", None)  # a folder, whatever its name looks like
         ended = run is not None and Path(folder).resolve() == run / "model"  # no checkpoint's
         events = read_events(run / "metrics.jsonl") if run is not None and ended else []
-        write_whole(staging / "README.md", model_card(names, settings, *results(events)))
+        write_whole(staging / "README.md", model_card(names, settings, *results(events), pairs))
         if not with_onnx:
             return None
         from accel_ft.model.onnx import write_onnx

@@ -56,6 +56,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                     output.write(json.dumps(line, ensure_ascii=False) + "\n")
                     count += 1
                 output.flush()
+    if predictor.num_cut:
+        logger.info(
+            "%d of %d texts are cut at max_seq_length=%d tokens",
+            predictor.num_cut, count, predictor.max_seq_length,
+        )  # fmt: skip
     if is_main and config.output != "-":
         logger.info("%d texts labelled: %s", count, config.output)
 
@@ -109,6 +114,7 @@ class Predictor:
         self.config, self.accelerator = config, accelerator
         self.classifier = open_classifier(config.checkpoint, accelerator.device)
         self.max_seq_length = self.classifier.max_seq_length(config.max_seq_length)
+        self.num_cut = 0  # texts that have lost their end
         self.pad = Padding(self.classifier.tokenizer, self.max_seq_length, accelerator.device)
         transforms: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
             "single_label_classification": partial(torch.softmax, dim=-1),  # to be pickled
@@ -147,7 +153,9 @@ class Predictor:
             if len(parts) != 1 + pairs or not all(isinstance(part, str) for part in parts):
                 why = "trained on pairs" if self.config.text_pair_column else "began with one"
                 meant = f"a pair of texts ({why})" if pairs else "a text"
-                raise DataError(f"texts[{number}]: is {text!r}, not {meant}")
+                from accel_ft.data.targets import cut
+
+                raise DataError(f"texts[{number}]: is {cut(repr(text))}, not {meant}")
             _refuse_halves(f"texts[{number}]", parts)
         size = CHUNK_ROWS * self.accelerator.num_processes
         chunks = (wanted[start : start + size] for start in range(0, len(wanted), size))
@@ -183,7 +191,7 @@ class Predictor:
         sizes = [len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts]
         by_length = np.argsort(sizes, kind="stable")
         mine = [texts[row] for row in by_length[rank::num_ranks]]
-        rows = token_ids(tokenizer, mine, self.max_seq_length)[0] if mine else []
+        rows, num_cut = token_ids(tokenizer, mine, self.max_seq_length) if mine else ([], 0)
         found = np.empty((len(mine), len(self.classifier.label_names)))
         lengths = np.array([row.shape[-1] for row in rows], np.int64)
         self.classifier.check_tokens(max((int(row[0].max()) for row in rows), default=0))
@@ -201,8 +209,10 @@ class Predictor:
                 logits[~logits.isfinite().all(dim=1)] = torch.nan  # whose probabilities may be none
                 found[batch] = self.transform(logits).numpy()
         scores = np.empty((len(texts), found.shape[1]))
-        for share, values in enumerate([found] if num_ranks == 1 else gather_object([found])):
+        told = [(found, num_cut)]
+        for share, (values, count) in enumerate(told if num_ranks == 1 else gather_object(told)):
             scores[by_length[share::num_ranks]] = values
+            self.num_cut += count
         sick = int((~np.isfinite(scores).all(axis=1)).sum())
         if sick:
             where = self.config.checkpoint

@@ -159,7 +159,8 @@ def _own(config: TrainConfig, lock: Path) -> Iterator[None]:
                     f"output_dir={folder}: holds a `{name}` but no receipt.json, so it is no run's "
                     "and would be replaced. Fix: move it away, or another --output_dir"
                 )
-        is_begun = has_checkpoints or (folder / "metrics.jsonl").exists()
+        left = (*RESULTS, "metrics.jsonl")
+        is_begun = has_checkpoints or any((folder / name).exists() for name in left)
         if is_begun and config.resume_from_checkpoint is None:
             raise ConfigError(
                 f"output_dir={folder}: already holds a run. "

@@ -299,7 +299,7 @@ def _warn_of_rare(validation: Split, names: list[str]) -> None:
 
 
 def _tell_repeats(train: Split) -> None:
-    """Say how many of the (first million) training rows have the text of another, and warn where
+    """Say how many of the (first million) training rows repeat the text of another, and warn where
     such a text has several labels.
     """
     ids = train.ids(np.arange(min(len(train), COMPARED_TEXTS), dtype=np.int64))
@@ -311,7 +311,7 @@ def _tell_repeats(train: Split) -> None:
     if again.any():
         logger.log(
             logging.WARNING if unlike else logging.INFO,
-            "%d training rows have the text of another; texts with several labels: %d",
+            "%d training rows repeat the text of another; texts with several labels: %d",
             again.sum(), unlike,
         )  # fmt: skip
 

@@ -38,6 +38,11 @@ def same_curve(
                 "a lower learning_rate, and more warmup_steps",
             )
         mine, theirs = a[first - 1], b[first - 1]
+        if not np.isfinite(theirs).all():
+            return Verdict.FAIL(
+                f"update {first}: loss {theirs[0]}, gradient norm {theirs[1]} on one process, too",
+                "sound pretrained weights and labels, a lower learning_rate, more warmup_steps",
+            )
         return Verdict.FAIL(
             f"update {first}: loss {mine[0]:.6f} against {theirs[0]:.6f}, gradient norm "
             f"{mine[1]:.6f} against {theirs[1]:.6f} on one process",

@@ -1,5 +1,6 @@
 """Replicas that are not: parameters, buffers or gradients that differ between ranks."""
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from itertools import chain
@@ -120,6 +121,11 @@ def same_loss(loss: Callable[[Any], torch.Tensor], batch: Any) -> Finding:
     first = gather(batch)[0]
     with torch.no_grad():
         losses = gather(float(loss(first)))
+    if not any(map(math.isfinite, losses)):
+        return Verdict.FAIL(
+            f"of the same batch every rank computes {losses[0]}",
+            "sound weights and labels: look at batch and pretrained model on one process",
+        )
     limit = 1e-6 * max(1.0, abs(losses[0]))
     if not all(abs(value - losses[0]) <= limit for value in losses):
         return Verdict.FAIL(

@@ -6,12 +6,13 @@ import dis
 import gc
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice, pairwise
+from itertools import chain, islice
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.lib.array_utils import byte_bounds
 from numpy.typing import NDArray
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -146,14 +147,18 @@ def aliased_parameters(model: nn.Module, sharded: bool = False) -> Finding:
         sharded: whether it is to be, which tied parameters must be fit for.
     """
     named = model.named_parameters(remove_duplicate=False)
-    held = [(p.data_ptr(), name, p) for name, p in named if _has_memory(p)]
+    held = sorted((p.data_ptr(), name, p) for name, p in named if _has_memory(p))
     views: list[str] = []
     ties: list[str] = []
-    for (_, one, first), (_, other, second) in pairwise(sorted(held, key=lambda each: each[:2])):
-        if first is second:
-            ties.append(f"{one} = {other}")
-        elif np.shares_memory(_place(first), _place(second)):
-            views.append(f"{one} = {other}")
+    for number, (_, one, first) in enumerate(held, start=1):
+        _, end = byte_bounds(_place(first))
+        for start, other, second in held[number:]:
+            if start >= end:
+                break
+            if first is second:
+                ties.append(f"{one} = {other}")
+            elif np.shares_memory(_place(first), _place(second)):
+                views.append(f"{one} = {other}")
     if views:
         return Verdict.FAIL(
             f"views of one memory: {listed(views)}: sharding gives each a share of its own, and "

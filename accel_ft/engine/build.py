@@ -297,7 +297,9 @@ def _warn_of_idle_keys(config: TrainConfig, num_steps: int, steps_per_epoch: int
     """Warn of keys that were set and do nothing in this job."""
     for _, _, words in config.idle_keys():
         logger.warning(words)
-    if num_steps <= round(config.warmup_steps) and config.lr_scheduler_type != "constant":
+    is_share = config.warmup_steps < 1  # which leaves one update at least
+    never = not is_share and num_steps <= round(config.warmup_steps)
+    if never and config.lr_scheduler_type != "constant":
         logger.warning(
             "warmup_steps=%g: the run has %d updates, and never comes to its learning_rate",
             config.warmup_steps, num_steps,

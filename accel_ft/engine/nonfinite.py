@@ -127,14 +127,17 @@ def handle_nonfinite(run: Run) -> bool:
     message = f"update {number}: {what}; {where}"
     if policy == "stop" or run.num_nonfinite > IN_A_ROW:
         _write_event(run, "stop", number, ids, losses, run.step)
-        first = number - run.num_nonfinite  # the updates made when the weights were these already
+        first = outcome.step  # the updates made when the weights were these already
+        skipped = range(number - run.num_nonfinite, number)
+        while first - 1 in (skipped if policy == "skip" else run.passed_over):
+            first -= 1
         names = [(s, path.name) for s, path in transaction.list_published(run.checkpoints)][::-1]
         newest = next((name for _, name in names), "none")
         older = next((name for step, name in names if step < first), "none")
         in_a_row = f", after {IN_A_ROW} others in a row" * (policy != "stop")
         pass_over = ", or on_nonfinite: skip or rollback" * (policy == "stop")
         raise UserError(
-            f"{message}, counted from 0{in_a_row}. The weights are those of update {outcome.step}; "
+            f"{message}, counted from 0{in_a_row}. The weights are those of update {first}; "
             f"the newest checkpoint is {newest}"
             + f", the newest of other weights {older}" * (older != newest)
             + ". Fix: "

@@ -154,7 +154,7 @@ class Run:
                         frame.clear()
 
     def close(self) -> None:
-        """End the loader's workers, and the bar, so that the next message has its own line."""
+        """End what runs beside the loop: loader, bar, profiler, graphs, the publisher's thread."""
         self._leave_loader()
         if self.bar is not None:
             self.bar.close()
@@ -358,7 +358,10 @@ class Run:
 
     def _publish(self, final: Path, keep: int | None, best: int | None) -> None:
         transaction.publish(final)
-        self.prune(keep, best)
+        try:
+            self.prune(keep, best)
+        except (OSError, CheckpointError) as error:  # this one is whole; the next one's may do it
+            logger.warning("older checkpoints could not be removed: %s", error)
 
     def prune(self, keep: int | None, best: int | None) -> None:
         """Remove all checkpoints but the newest `keep`, and the best. On rank 0."""

@@ -100,10 +100,12 @@ def start_or_resume(run: Run) -> None:
     folder, is_others = state.find(run.watch, run.checkpoints, wanted), False
     has_ended = any(read_events(run.events.path, "end"))
     if folder is not None:
-        is_others = folder.parent.resolve() != run.checkpoints.resolve()
-        if is_others and (transaction.list_published(run.checkpoints) or has_ended):
+        in_here = folder.parent.resolve() == run.checkpoints.resolve()
+        if not in_here and (transaction.list_published(run.checkpoints) or has_ended):
             _checked_receipt(run)
         resume(run, folder)
+        own = transaction.checkpoint_folder(run.checkpoints, run.step)
+        is_others = not in_here or folder.name != own.name  # a copy, or one that was set aside
         logger.info("resumed from %s: %d of %d updates done", folder, run.step, run.num_steps)
     elif has_ended:
         raise CheckpointError(

@@ -53,17 +53,19 @@ def write_onnx(model: Any, tokenizer: Any, folder: Path) -> float:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own
         try:
-            torch.onnx.export(
+            program = torch.onnx.export(
                 wrapped,
                 tuple(_encoded(tokenizer, TEXTS[1], names).values()),
-                str(folder / FILE),
                 input_names=names,
                 output_names=["logits"],
                 dynamic_shapes=(shapes,),
-                external_data=sum(p.nbytes for p in model.parameters()) > LARGEST,
                 dynamo=True,
                 verbose=False,
             )
+            assert program is not None
+            _forget_stacks(program.model)
+            is_large = sum(p.nbytes for p in model.parameters()) > LARGEST
+            program.save(folder / FILE, external_data=is_large)
         except Exception as error:  # of the exporter, which does not know all that models do
             raise UserError(
                 f"torch cannot write {type(model).__name__} as ONNX: "
@@ -89,6 +91,13 @@ def write_onnx(model: Any, tokenizer: Any, folder: Path) -> float:
     if not worst <= TOLERANCE * max(scale, 1.0):
         raise UserError(f"{FILE}: its logits differ by {worst:.1e} from the model's")
     return worst
+
+
+def _forget_stacks(model: Any) -> None:
+    """Take out of each node which line of which file of this machine it comes from."""
+    for part in (model.graph, *model.functions.values()):
+        for node in part.all_nodes():
+            node.metadata_props.clear()
 
 
 def _encoded(tokenizer: Any, texts: list[str], names: list[str]) -> dict[str, torch.Tensor]:

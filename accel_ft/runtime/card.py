@@ -18,6 +18,7 @@ def model_card(
     settings: dict[str, Any],
     scores: dict[str, float] | None = None,
     split: str | None = None,
+    pairs: bool = False,
 ) -> str:
     """Return a model card.
 
@@ -26,6 +27,7 @@ def model_card(
         settings: of the run it comes from; {} where that is not known.
         scores: by name.
         split: that they are of, "test" or "validation".
+        pairs: whether it was trained on pairs of texts, where the settings do not say.
     """
     if settings.get("output_dir") and not settings.get("train_file"):  # of a run, then
         settings = settings | {"dataset_name": settings.get("dataset_name") or DEFAULT_DATASET}
@@ -79,7 +81,7 @@ def model_card(
     place, longest = settings.get("hub_model_id") or ".", settings.get("max_seq_length")
     cut = f", truncation=True, max_length={longest}" if longest else ", truncation=True"
     told = ""
-    if settings.get("text_pair_column"):
+    if pairs or settings.get("text_pair_column"):
         told = '\nIt was trained on pairs: `classify({"text": "...", "text_pair": "..."})`.\n'
     if "multi_label" in settings.get("problem_type", ""):
         cut += ", top_k=None"

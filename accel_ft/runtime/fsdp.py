@@ -82,7 +82,7 @@ def leave_overflows_to_the_scaler(accelerator: Accelerator, optimizer: Any) -> N
 
 def layer_classes(model: nn.Module) -> list[str]:
     """Return the class names of the model's repeated layers: of the ModuleLists of one class each,
-    those that stand in no other, largest first, as long as they are of a like size.
+    those that stand in no other, as long as they are of a like size.
 
     `_no_split_modules` is no help: BERT's names its embeddings too, which FSDP2 cannot wrap so.
     """

@@ -1,6 +1,7 @@
 """A process that is somebody else's: what is put back as it was."""
 
 import contextlib
+import os
 import random
 from collections.abc import Iterator
 from logging import getLogger
@@ -9,6 +10,8 @@ import numpy as np
 import torch
 from accelerate.state import GradientState
 from transformers.utils import logging
+
+GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 @contextlib.contextmanager
@@ -28,9 +31,15 @@ def own_random_numbers() -> Iterator[None]:
 @contextlib.contextmanager
 def as_a_guest() -> Iterator[None]:
     """Leave to the caller's process what is its own: random numbers, whether gradients are made, an
-    Accelerator's accumulation steps, which another one replaces, how accel_ft's messages go, and
-    what transformers tells. No other thread may train, or draw, meanwhile.
+    Accelerator's accumulation steps, which another one replaces, how accel_ft's messages go, what
+    transformers tells, torch's switches for CUDA, and which GPUs its children see. No other thread
+    may train, or draw, meanwhile.
     """
+    sdp = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    tf32 = None
+    with contextlib.suppress(RuntimeError):  # the caller has set it by torch's newer names
+        tf32 = torch.backends.cudnn.allow_tf32
+    visible = {name: value for name, value in os.environ.items() if name == GPUS}
     gradients, ours = GradientState(), getLogger("accel_ft")
     steps, verbosity = gradients.plugin_kwargs, logging.get_verbosity()
     handlers, level, propagate = ours.handlers, ours.level, ours.propagate
@@ -42,6 +51,11 @@ def as_a_guest() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         ours.handlers, ours.propagate = handlers, propagate
         ours.setLevel(level)
+        torch.backends.cuda.enable_cudnn_sdp(sdp)
+        if tf32 is not None:
+            torch.backends.cudnn.allow_tf32 = tf32
+        os.environ.pop(GPUS, None)
+        os.environ.update(visible)
 
 
 @contextlib.contextmanager

@@ -240,6 +240,7 @@ class Watch:
         ended = error is None or isinstance(error, Preempted) or self._interrupted
         self._write_beat(ended=ended)
         if threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(-1)
             with contextlib.suppress(OSError, ValueError):  # closed meanwhile
                 signal.set_wakeup_fd(self._old_wakeup)
             for number, handler in self._old_handlers.items():

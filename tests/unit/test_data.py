@@ -641,9 +641,9 @@ def test_labels_that_look_alike_are_told(
 @pytest.mark.parametrize(
     ("labels", "told"),
     [
-        ("abcded", "4 training rows have the text of another; texts with several labels: 1"),
-        ("abbcaa", "4 training rows have the text of another; texts with several labels: 2"),
-        ("aaabab", "4 training rows have the text of another; texts with several labels: 0"),
+        ("abcded", "4 training rows repeat the text of another; texts with several labels: 1"),
+        ("abbcaa", "4 training rows repeat the text of another; texts with several labels: 2"),
+        ("aaabab", "4 training rows repeat the text of another; texts with several labels: 0"),
     ],
 )
 def test_texts_that_are_there_again_are_told(
