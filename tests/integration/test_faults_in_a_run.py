@@ -229,6 +229,7 @@ def test_what_was_saved_before_a_sickness_stays(
     assert [step for step, _ in kept] == [3, 6, 9, 12]
     newest = "the newest checkpoint is step_00000012, the newest of other weights step_00000003. "
     assert newest in str(error.value)
+    assert "The weights are those of update 4;" in str(error.value)
     monkeypatch.undo()
     make_sick(monkeypatch, set(range(2 * 4, 200)))
     train.main([*words, "--max_steps", "13", "--output_dir", str(tmp_path / "sick")])

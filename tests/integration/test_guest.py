@@ -112,6 +112,21 @@ def test_messages_go_where_they_went(job: dict[str, Any]) -> None:
         ours.setLevel(before[1])
 
 
+def test_switches_stay_the_programs(job: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's for CUDA, and which GPUs its children see."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    for visible in ("0", None):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        backends = torch.backends
+        before = backends.cudnn.allow_tf32, backends.cuda.cudnn_sdp_enabled()
+        assert before == (True, True)
+        accel_ft.fit(**job | {"output_dir": f"{job['output_dir']}_{visible}"})
+        assert (backends.cudnn.allow_tf32, backends.cuda.cudnn_sdp_enabled()) == before
+        assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
+
+
 def test_no_checkpoint_is_none() -> None:
     with pytest.raises(ConfigError, match="checkpoint=None: a folder or a name is wanted"):
         accel_ft.load_classifier(None)  # type: ignore[arg-type]

@@ -279,6 +279,7 @@ def test_what_predict_is_given(
         (["a", None], r"texts\[1\]: is None, not a text"),
         (["a", ("a", "b")], r"texts\[1\]: is \('a', 'b'\), not a text"),
         ([("a", "b"), "a"], r"texts\[1\]: is 'a', not a pair"),
+        ([["secret" * 50]], r"texts\[0\]: is \('secret.{,40}\.\.\., not a pair"),
     ):
         with pytest.raises(DataError, match=words):
             classifier.predict(bad)
@@ -685,6 +686,7 @@ def test_onnx(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[st
         ]
     )
     assert "within" in capsys.readouterr().out
+    assert b".py" not in (tmp_path / "out/model.onnx").read_bytes()  # nor where it lies here
     session = onnxruntime.InferenceSession(str(tmp_path / "out/model.onnx"))
     classify = load_classifier(tmp_path / "out", all_scores=True)
     text = "goal striker the of bank"

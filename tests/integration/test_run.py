@@ -16,10 +16,11 @@ import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState
-from conftest import LATEST, cut_off, events_of, job_words, run_hash
+from conftest import LATEST, cut_off, events_of, job_words, run_hash, stopped_at
 from safetensors.torch import load_file, save_file
 
 from accel_ft import evaluate, export, predict, train
+from accel_ft.checkpoint import transaction
 from accel_ft.config import TrainConfig
 from accel_ft.engine import start
 from accel_ft.engine.build import build
@@ -466,6 +467,16 @@ def test_a_folder_with_a_run_is_not_overwritten(finished: Path) -> None:
     assert (finished / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_finished_model_is_not_replaced(finished: Path, tmp_path: Path) -> None:
+    """Though checkpoints and log were removed, to save room."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run, ignore=shutil.ignore_patterns("checkpoints", "metrics.jsonl"))
+    before = run_files(run)
+    with pytest.raises(ConfigError, match="already holds a run"):
+        train.main(["--config", str(finished / "config.yaml"), "--output_dir", str(run)])
+    assert run_files(run) == before
+
+
 def test_another_jobs_folder_is_refused(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "run")
     (tmp_path / "run" / "metrics.jsonl").unlink()
@@ -507,6 +518,23 @@ def test_going_back_does_not_orphan_later_checkpoints(finished: Path, tmp_path: 
     elsewhere = [*words[:-1], str(tmp_path / "branch"), "--resume_from_checkpoint", third]
     train.main(elsewhere)
     assert run_hash(tmp_path / "branch")["model"] == run_hash(finished)["model"]
+
+
+def test_a_copy_beside_the_others_is_no_checkpoint_of_the_run(
+    finished: Path, tmp_path: Path
+) -> None:
+    """A resume from it saves what it has loaded: a signal says that this is saved."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    cut_off(run, 8)
+    for _, path in transaction.list_published(run / "checkpoints")[:-1]:
+        shutil.rmtree(path)
+    copy = run / "checkpoints/copy_of_8"
+    (run / "checkpoints/step_00000008").rename(copy)
+    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(run)]
+    with pytest.raises(RuntimeError, match="stopped"):
+        stopped_at(9, [*words, "--resume_from_checkpoint", str(copy)])
+    assert [step for step, _ in transaction.list_published(run / "checkpoints")] == [8, 9]
 
 
 def test_damaged_ones_do_not_outlive_the_sound(finished: Path, tmp_path: Path) -> None:
@@ -789,6 +817,20 @@ def test_an_exports_card_names_the_package(finished: Path, tmp_path: Path) -> No
         assert ("`model_name_or_path`" in (out / "README.md").read_text()) == told
 
 
+def test_the_card_of_a_model_that_has_left_its_run(finished: Path, tmp_path: Path) -> None:
+    """What config.json knows of it: without, other labels come out of the card's own lines."""
+    shutil.copytree(finished / "model", tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    for pairs in (False, True):
+        text = json.dumps(config | {"text_pairs": pairs, "max_seq_length": 24})
+        (tmp_path / "model/config.json").write_text(text)
+        out = tmp_path / f"out_{pairs}"
+        export.main(["--checkpoint", str(tmp_path / "model"), "--output", str(out)])
+        card = (out / "README.md").read_text()
+        assert "truncation=True, max_length=24)" in card
+        assert ("was trained on pairs" in card) == pairs
+
+
 def test_transformers_opens_model_and_checkpoint(finished: Path) -> None:
     from transformers import pipeline
 
@@ -883,7 +925,19 @@ def test_predict_keeps_order_and_ids(
             str(tmp_path / "out"),
         ]
     )
-    assert f"21 texts labelled: {tmp_path / 'out'}" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"21 texts labelled: {tmp_path / 'out'}" in told
+    assert "are cut" not in told
+    words = [
+        "--checkpoint",
+        str(model),
+        "--input",
+        str(with_ids),
+        "--output",
+        str(tmp_path / "cut"),
+    ]
+    predict.main([*words, "--max_seq_length", "3"])
+    assert "21 of 21 texts are cut at max_seq_length=3 tokens" in capsys.readouterr().err
     rows = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     assert [(row["id"], row["label"]) for row in rows] == [
         (f"r{n}", label) for n, label in enumerate(expected)

@@ -429,6 +429,13 @@ def test_keys_without_effect_are_told(
     assert [told in record.getMessage() for record in caplog.records] == [True] * bool(told)
 
 
+def test_a_share_of_warmup_leaves_an_update(caplog: pytest.LogCaptureFixture) -> None:
+    from accel_ft.engine.build import _warn_of_idle_keys
+
+    _warn_of_idle_keys(TrainConfig(warmup_steps=0.6), 1, 1)
+    assert caplog.records == []
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -207,6 +207,9 @@ def test_views_and_ties() -> None:
     for start, share in ((4, well), (3, lambda found: caught(found, "0 = 1"))):
         parts = (nn.Parameter(whole[:, :4]), nn.Parameter(whole[:, start:]))
         share(tensors.aliased_parameters(nn.ParameterList(parts)))
+    grid = torch.zeros(3, 3)  # what begins between two that share something shares nothing
+    parts = (nn.Parameter(grid[:, :2]), nn.Parameter(grid[:, 2:]), nn.Parameter(grid[1:, 1:2]))
+    caught(tensors.aliased_parameters(nn.ParameterList(parts)), "0 = 2")
 
 
 def test_in_place() -> None:
@@ -690,6 +693,7 @@ def test_no_number_is_never_well() -> None:
     nothing = accumulation.accumulated_gradient(model, lambda: None, lambda: None)
     caught(nothing, "the whole batch leaves no gradient")
     caught(curve.same_curve([(1.0, math.nan)], [(1.0, 2.0)]), "update 1")
+    caught(curve.same_curve([(math.nan, 1.0)], [(math.nan, 1.0)]), "on one process, too")
     well(curve.same_curve([(1.0, 2.0)], [(1.0, 2.0)]))
 
 

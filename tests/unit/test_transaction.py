@@ -11,6 +11,7 @@ from accelerate.checkpointing import load_accelerator_state, save_accelerator_st
 
 from accel_ft.checkpoint import convert, state, transaction
 from accel_ft.checkpoint.open import model_folder
+from accel_ft.engine.run import Run
 from accel_ft.errors import CheckpointError
 from accel_ft.runtime import files
 from accel_ft.runtime.launch import make_accelerator
@@ -336,3 +337,21 @@ def test_a_trainer_state_that_is_none_of_ours(tmp_path: Path, text: str | None) 
         (tmp_path / state.TRAINER_STATE).write_text(text)
     with pytest.raises(CheckpointError, match=r"no readable trainer_state\.json"):
         state.read_trainer_state(tmp_path)
+
+
+def test_what_cannot_be_pruned_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The checkpoint that was just published is whole."""
+    run: Any = SimpleNamespace(checkpoints=tmp_path)
+    run.prune = lambda *_: Run.prune(run, 2, None)
+    final = transaction.checkpoint_folder(tmp_path, 3)
+    (transaction.start(final) / "weights").touch()
+
+    def stale(_: Path) -> None:
+        raise OSError(errno.ESTALE, "stale file handle")
+
+    monkeypatch.setattr(transaction, "list_published", stale)
+    Run._publish(run, final, 2, None)
+    transaction.verify(final)
+    assert "older checkpoints could not be removed: " in caplog.text
