@@ -105,7 +105,7 @@ def start_or_resume(run: Run) -> None:
             _checked_receipt(run)
         resume(run, folder)
         own = transaction.checkpoint_folder(run.checkpoints, run.step)
-        is_others = not in_here or folder.name != own.name  # a copy, or one that was set aside
+        is_others = folder.resolve() != own.resolve()  # a copy, too, or one that was set aside
         logger.info("resumed from %s: %d of %d updates done", folder, run.step, run.num_steps)
     elif has_ended:
         raise CheckpointError(
