@@ -345,8 +345,12 @@ def load_for_training(
 
 def drops_attention(config: Any) -> bool:
     """Return whether a model's attention has dropout; each kind has a name of its own for it."""
-    named = (value for key, value in config.to_dict().items() if "att" in key and "drop" in key)
-    return any(isinstance(value, float) and value > 0 for value in named)
+    rates = [
+        value
+        for key, value in config.to_dict().items()
+        if ("att" in key and "drop" in key) or key == "dropout_rate"  # T5's
+    ]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def plain_name(name: str) -> str:

@@ -1,17 +1,20 @@
 """A job's model, before anything wraps it."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate.utils import set_seed
+from transformers import PreTrainedModel
 
 from accel_ft.config import TrainConfig
 from accel_ft.model import load
 from accel_ft.model.adapters import choose_trained
-from accel_ft.model.first_token import compute_first_token_only
-from accel_ft.runtime.compiled import compiles_layers
+from accel_ft.model.first_token import KINDS, compute_first_token_only
+from accel_ft.runtime.compiled import compiles_layers, is_compiled
 
 EAGER_TOKENS = 512  # beyond, what eager keeps, the square of them for each head, fills the memory
+SDPA_TOKENS = 192  # from there on torch's kernel for the CPU, which keeps no scores, is the faster
 
 
 def plain_model(
@@ -38,11 +41,31 @@ def plain_model(
     # RoBERTa's kind counts positions from behind the pad token that it was pretrained with.
     if model_config.model_type not in load.ROBERTAS or model_config.pad_token_id is None:
         load.take_pad_token(model_config, tokenizer)
-    is_eager = config.max_seq_length <= EAGER_TOKENS or load.drops_attention(model_config)
+    most = EAGER_TOKENS if model_config.model_type in KINDS else SDPA_TOKENS - 1
+    is_eager = config.max_seq_length <= most or load.drops_attention(model_config)
     model, new_parameters = load.load_for_training(
         folder, model_config, device if is_eager else None
     )
+    if device.type == "cpu" and not (is_eager or is_compiled()):
+        _attend_by_width(model)
     compute_first_token_only(model, last_alone=compiles_layers())
     model.config.max_seq_length = config.max_seq_length  # as predict and evaluate take it
     model.config.text_pairs = config.text_pair_column is not None
     return choose_trained(model, config, new_parameters), new_parameters
+
+
+def _attend_by_width(model: Any) -> None:
+    """Let a model on a CPU, without dropout in its attention, attend eagerly in narrow batches and
+    by scaled_dot_product_attention in wide ones, where it can do both.
+    """
+    if model.config._attn_implementation != "sdpa" or not model._can_set_attn_implementation():
+        return
+    configs = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
+    # Of the base: before peft 0.21 adapters call their model's forward, and pass over its hooks.
+    model.base_model.register_forward_pre_hook(partial(_choose, configs), with_kwargs=True)
+
+
+def _choose(configs: list[Any], _: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    ids = args[0] if args else kwargs["input_ids"]
+    for config in configs:  # T5's encoder and decoder have copies
+        config._attn_implementation = "sdpa" if ids.shape[1] >= SDPA_TOKENS else "eager"

@@ -165,12 +165,12 @@ class Watch:
         while not is_seen and time.monotonic() < deadline:
             is_seen = any(beat["rank"] == 0 for beat in self._others())
             time.sleep(0.0 if is_seen else 0.1)
-        hosts = self.all_gather("" if is_seen else socket.gethostname())
-        blind = [f"rank {rank} ({host})" for rank, host in enumerate(hosts) if host]
+        looked = self.all_gather((is_seen, f"({socket.gethostname()}, {self.folder.parent})"))
+        blind = [f"rank {rank} {place}" for rank, (sees, place) in enumerate(looked) if not sees]
         if blind:
             raise ConfigError(
-                f"output_dir={self.folder.parent}: {listed(blind, 4)} cannot see what rank 0 "
-                "writes there. Fix: a folder on a file system that all machines share"
+                f"output_dir: {listed(blind, 4)} cannot see what rank 0 {looked[0][1]} writes. "
+                "Fix: the same folder for all, on a file system that all machines share"
             )
 
     def stage(self, name: str, can_save: bool = False) -> None:

