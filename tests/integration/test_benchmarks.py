@@ -19,7 +19,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_against_the_trainer(model: Path, tmp_path: Path) -> None:
     words = ["--turns", 1, "--max_train_samples", 64, "--only", "ours", "tuned", "bare"]
-    settings = {"model_type": "distilbert", "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4}
+    sizes = {"dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4}
+    settings = {"model_type": "distilbert"} | sizes
     words += ["--model", model, "--random", json.dumps(settings), "--output", tmp_path]
     printed = run("python", f"{FOLDER}/speed.py", *words).stdout
     written = json.loads((tmp_path / "speed.json").read_text())
