@@ -24,6 +24,7 @@ def test_against_the_trainer(model: Path, tmp_path: Path) -> None:
     words += ["--model", model, "--random", json.dumps(settings), "--output", tmp_path]
     printed = run("python", f"{FOLDER}/speed.py", *words).stdout
     written = json.loads((tmp_path / "speed.json").read_text())
+    assert written["job"]["job"]["model_name_or_path"] != str(model)  # but with random weights
     assert [row.split(" |")[0] for row in printed.splitlines()[2:5]] == [
         "| ours",
         "| tuned",

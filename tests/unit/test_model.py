@@ -120,6 +120,21 @@ def test_the_attention_path(
     assert drops_attention(AutoConfig.for_model("t5", dropout_rate=dropout)) == (dropout > 0)
 
 
+def without_dropout(
+    kind: str, tokenizer: Path, folder: Path, device: str = "cpu", **keys: Any
+) -> Any:
+    """Return a tiny model without dropout in its attention, as training on a device loads it."""
+    of_t5 = {"d_kv": 8, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+    settings = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    settings |= of_t5 if kind == "t5" else {"pad_token_id": 0}
+    config = AutoConfig.for_model(kind, vocab_size=300, **settings, eos_token_id=2, num_labels=2)
+    if not folder.exists():
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    about = TrainConfig(model_name_or_path=str(folder), **keys)
+    words = load_tokenizer(str(tokenizer))
+    return plain_model(about, torch.device(device), ["a", "b"], words)[0].eval()
+
+
 @pytest.mark.parametrize("adapters", [{}, {"lora_r": 2}])
 @pytest.mark.parametrize("kind", ["llama", "t5"])
 def test_wide_batches_attend_otherwise(
@@ -130,17 +145,10 @@ def test_wide_batches_attend_otherwise(
     adapters: dict[str, Any],
 ) -> None:
     """Without dropout in its attention, a CPU's SDPA is faster for wide ones, and keeps no scores."""
-    of_t5 = {"d_kv": 8, "dropout_rate": 0.0, "decoder_start_token_id": 0}
-    settings = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    settings |= of_t5 if kind == "t5" else {"pad_token_id": 0}
-    config = AutoConfig.for_model(kind, vocab_size=300, **settings, eos_token_id=2, num_labels=2)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
-    tokenizer = load_tokenizer(str(tiny_model))
-    about = TrainConfig(model_name_or_path=str(tmp_path), max_seq_length=256, **adapters)
-    model, _ = plain_model(about, CPU, ["a", "b"], tokenizer)
-    narrow_only = plain_model(about.resolved(max_seq_length=191), CPU, ["a", "b"], tokenizer)[
-        0
-    ].eval()
+    model, narrow_only = (
+        without_dropout(kind, tiny_model, tmp_path / "model", max_seq_length=length, **adapters)
+        for length in (256, 191)
+    )
     wide, sdpa = [], torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(
         torch.nn.functional,
@@ -150,10 +158,29 @@ def test_wide_batches_attend_otherwise(
     for width in (16, 192, 191, 256):
         ids = torch.randint(3, 300, (2, width))
         ids[:, -1] = 2
-        found = model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+        found = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
         wanted = narrow_only(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     assert set(wide) == {192, 256}
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "backend"),
+    [("falcon", "cpu", "NO"), ("llama", "cpu", "INDUCTOR"), ("llama", "cuda", "NO")],
+)
+def test_models_that_attend_in_one_way(
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    device: str,
+    backend: str,
+) -> None:
+    """Falcon's layers are of a class for each way; a compiled model would be compiled for both."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", backend)
+    model = without_dropout(kind, tiny_model, tmp_path / "model", device, max_seq_length=256)
+    model(input_ids=torch.full((1, 8), 3))
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_folder_of_adapters(tiny_model: Path, tmp_path: Path) -> None:
