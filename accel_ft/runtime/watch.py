@@ -96,7 +96,8 @@ class Watch:
         self.stop_signal = 0
         """Number of the signal that asked this rank to stop, 0 for none."""
         self._stopped_at = 0.0
-        self._can_save = self._interrupted = self._gives_up = False
+        self._can_save = self._interrupted = self._gives_up = self._is_over = False
+        self._late_signal = 0
         self._beat: dict[str, Any] = {"rank": rank, "host": _host(), "pid": os.getpid()}
         self._beat |= {"born": psutil.Process().create_time(), "stage": "start", "count": 0}
         self._beat["exit_code"] = RankError.exit_code
@@ -235,6 +236,7 @@ class Watch:
             words = lost or self._words(self._beat, f"failed ({self._failed})")
             leave_last_words(f"error: {words}")  # the launcher may end this rank from here on
             self._say("".join(traceback.format_exception(error)), aloud=False)
+        self._is_over = True
         self._wake.send(b"\0")  # no signal has the number 0: the thread's end
         self._thread.join()
         ended = error is None or isinstance(error, Preempted) or self._interrupted
@@ -249,6 +251,9 @@ class Watch:
             faulthandler.disable()
         for file in (self._log, self._wake, self._wake_end):
             file.close()
+        # The launcher waits for this rank's end: its signal must not be lost.
+        if self._late_signal and self.num_ranks > 1 and not ended:
+            signal.raise_signal(self._late_signal)
         if lost is not None:
             kind_of_end = Preempted if code == Preempted.exit_code else RankError
             raise kind_of_end(lost) from error
@@ -308,7 +313,8 @@ class Watch:
         return number == signal.SIGINT and self.num_ranks == 1 and not self._can_save
 
     def _interrupt(self, number: int, _: Any) -> None:
-        """The handler, in the main thread; all else is done in the watching one."""
+        """The handler, in the main thread; all else is done in the watching one, while it is."""
+        self._late_signal = number if self._is_over else 0
         if self._gives_up or self._leaves_to_python(number):
             self._interrupted = True
             raise KeyboardInterrupt  # which no `except Exception` on the way takes for its own

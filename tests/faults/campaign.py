@@ -420,8 +420,9 @@ class Launched:
         started = time.monotonic()
         while any(worker.is_running() and worker.status() != "zombie" for worker in self.workers):
             if time.monotonic() - started > limit:
+                what = [f"{worker.pid} {worker.status()}" for worker in self.workers]
                 self.end()
-                raise Lost(f"still there after {limit} s: {log_of(self.bench)[-3000:]}")
+                raise Lost(f"{what} after {limit} s: {log_of(self.bench)[-3000:]}")
             time.sleep(0.02)
         seconds = time.monotonic() - started
         self.launcher.wait(40)
