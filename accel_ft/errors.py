@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any
@@ -49,6 +49,18 @@ def _note_parent() -> None:
 
 _note_parent()
 os.register_at_fork(after_in_child=_note_parent)
+
+
+@contextlib.contextmanager
+def stop_signals_blocked() -> Iterator[None]:
+    """Spare the processes that start here the signals that end a run, which schedulers and
+    launchers send to all: what is blocked when they start stays blocked there.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class UserError(Exception):
@@ -135,9 +147,10 @@ def run_command(main: Callable[[], None]) -> None:
             sys.exit(1)
         preempted = isinstance(error, Preempted)
         words = str(error) if preempted else f"error: {error}"
+        for number in STOP_SIGNALS if preempted else ():
+            signal.signal(number, signal.SIG_IGN)  # a copy, or the launcher's, as others have ended
         leave_last_words(words)
         if preempted:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the launcher, as others have ended
             if error.__cause__ is None:  # else another rank is gone, and NCCL would wait for it
                 close_process_group()
             if os.environ.get("RANK", "0") != "0":  # all ranks alike

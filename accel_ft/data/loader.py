@@ -3,8 +3,10 @@
 Legend: B samples of a micro-batch, T tokens of its longest.
 """
 
-import signal
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import closing
+from itertools import islice
+from multiprocessing import resource_tracker
 from operator import itemgetter
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from accel_ft.data.plan import Ids, Plan, eval_batches
 from accel_ft.data.splits import Split
-from accel_ft.errors import STOP_SIGNALS
+from accel_ft.errors import stop_signals_blocked
 
 Batch = dict[str, torch.Tensor]
 
@@ -148,13 +150,17 @@ def make_loader(
         num_workers=num_workers,
         pin_memory=on_gpu,
         generator=torch.Generator(),
-        worker_init_fn=_leave_signals_to_the_parent,
         multiprocessing_context="spawn" if forks_badly else None,
     )
     return accelerator.prepare_data_loader(loader)
 
 
-def _leave_signals_to_the_parent(worker: int) -> None:
-    """Schedulers signal every process; a worker that died of it would take the update along."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+def read(loader: Any) -> Generator[Batch]:
+    """Yield the batches of a loader, whose workers no signal ends: an update would be lost."""
+    if loader.multiprocessing_context is not None:
+        resource_tracker.ensure_running()  # which, as it starts, unblocks signals
+    with closing(iter(loader)) as batches:
+        with stop_signals_blocked():
+            first = list(islice(batches, 1))  # starts the workers
+        yield from first
+        yield from batches

@@ -105,13 +105,18 @@ def examine(config: TrainConfig) -> Iterator[Finding]:
         accelerator = make_training_accelerator(limit)
         folder = config.output_dir.absolute().parent / gather(f".doctor-{secrets.token_hex(4)}")[0]
         rank, num_ranks = accelerator.process_index, accelerator.num_processes
+
+        def clean_up() -> None:
+            if rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+
         try:
-            with Watch(folder / "ranks", rank, num_ranks, limit) as watch:  # of `agreed`, too
+            watched = Watch(folder / "ranks", rank, num_ranks, limit, clean_up=clean_up)
+            with watched as watch:  # of `agreed`, too
                 yield from map(agreed, _on_the_job(config, accelerator, log, watch, folder))
                 watch.barrier()
         finally:
-            if accelerator.is_main_process:
-                shutil.rmtree(folder, ignore_errors=True)
+            clean_up()
 
 
 def _limit_seconds(config: TrainConfig) -> float:

@@ -20,7 +20,7 @@ from torch import nn
 
 from accel_ft.checkpoint import state, transaction
 from accel_ft.config import TrainConfig
-from accel_ft.data.loader import Batches, make_loader
+from accel_ft.data.loader import Batches, make_loader, read
 from accel_ft.data.plan import Plan
 from accel_ft.data.splits import Splits
 from accel_ft.engine.evaluation import evaluate_split
@@ -140,7 +140,7 @@ class Run:
         start = self.step * self.num_micro_batches
         workers = self.config.dataloader_num_workers
         self.loader = make_loader(self.accelerator, self.train_batches, start, workers)
-        self.batches = iter(self.loader)
+        self.batches = read(self.loader)
 
     def _leave_loader(self) -> None:
         """End the loader's workers, before its last batch too."""

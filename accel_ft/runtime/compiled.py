@@ -1,12 +1,11 @@
 """torch.compile, as accelerate's YAML or command asks for it: `dynamo_config`."""
 
 import os
-import signal
 
 import torch
 from accelerate.utils import parse_flag_from_env
 
-from accel_ft.errors import STOP_SIGNALS, LaunchError
+from accel_ft.errors import LaunchError, stop_signals_blocked
 
 COMPILATIONS = 256  # of one function: 24 widths up to 4,096 tokens, trained and evaluated, under
 # FSDP2 for the last layer and the others, with micro-batches of two sizes
@@ -88,14 +87,8 @@ def configure(mixed_precision: str) -> None:
 
 
 def start_compile_workers() -> None:
-    """Start inductor's processes, and spare them the signals that end a run: schedulers send them
-    to all processes, and a compilation waits for ever for one that died. What is blocked here when
-    they start stays blocked there.
-    """
-    spared = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
+    """Start inductor's processes: a compilation waits for ever for one that a signal has ended."""
+    with stop_signals_blocked():
         from torch._inductor.async_compile import AsyncCompile
 
         AsyncCompile.warm_pool()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, spared)

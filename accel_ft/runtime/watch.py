@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 SAME_SIGNAL_SECONDS = 1.0  # schedulers and launchers both pass a signal on: it arrives twice
 TICK_SECONDS = 0.5
+TELL_SECONDS = 1.0
 GRACE_SECONDS = 2.0  # in which the main thread may notice another rank's end, and clean up
 SILENCE_SECONDS = 30.0  # of a rank on another machine: a shared file system may lag
 SAME_BIRTH_SECONDS = 5.0  # a process number used again is of a process born later
@@ -77,6 +79,7 @@ class Watch:
         limit_seconds: after which a rank that is stopped counts as lost.
         advice: told where another rank was lost.
         fault: why this rank cannot begin.
+        clean_up: called before this process is ended at once.
 
     Raises:
         Exception: the fault, on all ranks: a program may go on after it.
@@ -90,14 +93,16 @@ class Watch:
         limit_seconds: float,
         advice: str = "",
         fault: Exception | None = None,
+        clean_up: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder, self.rank, self.num_ranks, self.advice = folder, rank, num_ranks, advice
-        self.limit = limit_seconds
+        self.limit, self._clean_up = limit_seconds, clean_up
         self.stop_signal = 0
         """Number of the signal that asked this rank to stop, 0 for none."""
         self._stopped_at = 0.0
-        self._can_save = self._interrupted = self._gives_up = self._is_over = False
-        self._late_signal = 0
+        self._can_save = self._interrupted = self._gives_up = False
+        self._has_begun = self._is_over = False
+        self._late_signal = 0  # that came when this rank had failed
         self._beat: dict[str, Any] = {"rank": rank, "host": _host(), "pid": os.getpid()}
         self._beat |= {"born": psutil.Process().create_time(), "stage": "start", "count": 0}
         self._beat["exit_code"] = RankError.exit_code
@@ -200,6 +205,7 @@ class Watch:
         self._wake.setblocking(False)
         self._old_handlers, self._old_wakeup = {}, -1
         if threading.current_thread() is threading.main_thread():
+            self._old_wakeup = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
             # torchrun ends at its terminal's end in spite of `nohup`, and its ranks with it.
             spared = () if "TORCHELASTIC_RUN_ID" in os.environ else (signal.SIGHUP, signal.SIG_IGN)
             for number in STOP_SIGNALS:
@@ -210,47 +216,31 @@ class Watch:
                     continue
                 self._old_handlers[number] = signal.signal(number, self._interrupt)
                 signal.siginterrupt(number, False)
-            self._old_wakeup = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         self._write_beat()
         self._thread = threading.Thread(target=self._run, name="accel_ft watch", daemon=True)
         self._thread.start()
+        self._has_begun = True
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._is_over = True
         lost: str | None = None
-        code = RankError.exit_code
+        words, code = "", RankError.exit_code
+        ended = error is None or isinstance(error, Preempted) or self._interrupted
         if error is None:
             self.stage("end", can_save=True)
-        elif not (isinstance(error, Preempted) or self._interrupted):
-            felt = isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError)
-            if self.num_ranks > 1 and felt:  # maybe another's end, felt here
-                limit = self.limit / 2 if "imed out" in str(error) else 0.0
-                found = self._find_lost(limit, wait_seconds=GRACE_SECONDS)
-                if found is not None:
-                    _, lost, code = found
-                else:
-                    lost = self._if_timed_out(error)
-                if lost is None and not self.folder.is_dir():
-                    lost = f"rank {self.rank} lost the others, and {self.folder.parent} is gone"
+        elif not ended:
+            lost, code = self._cause(error)
             self._failed, self._beat["exit_code"] = f"{type(error).__name__}: {error}", code
             words = lost or self._words(self._beat, f"failed ({self._failed})")
             leave_last_words(f"error: {words}")  # the launcher may end this rank from here on
             self._say("".join(traceback.format_exception(error)), aloud=False)
-        self._is_over = True
         self._wake.send(b"\0")  # no signal has the number 0: the thread's end
         self._thread.join()
-        ended = error is None or isinstance(error, Preempted) or self._interrupted
+        if words:  # the thread may have left older ones meanwhile
+            leave_last_words(f"error: {words}")
         self._write_beat(ended=ended)
-        if threading.current_thread() is threading.main_thread():
-            signal.set_wakeup_fd(-1)
-            with contextlib.suppress(OSError, ValueError):  # closed meanwhile
-                signal.set_wakeup_fd(self._old_wakeup)
-            for number, handler in self._old_handlers.items():
-                signal.signal(number, handler)
-        if self._dumps_crash:
-            faulthandler.disable()
-        for file in (self._log, self._wake, self._wake_end):
-            file.close()
+        self._let_go()
         # The launcher waits for this rank's end: its signal must not be lost.
         if self._late_signal and self.num_ranks > 1 and not ended:
             signal.raise_signal(self._late_signal)
@@ -261,6 +251,33 @@ class Watch:
             stage = self._beat["stage"]
             why = "without saving" if self._gives_up else "there was nothing to save yet"
             raise Preempted(f"SIGINT at stage {stage}: stopped, {why}") from error
+
+    def _cause(self, error: BaseException) -> tuple[str | None, int]:
+        """Return what is to be said where the error is another rank's end, and the exit code."""
+        felt = isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError)
+        if self.num_ranks == 1 or not felt:
+            return None, RankError.exit_code
+        limit = self.limit / 2 if "imed out" in str(error) else 0.0
+        found = self._find_lost(limit, wait_seconds=GRACE_SECONDS)
+        if found is not None:
+            return found[1:]
+        lost = self._if_timed_out(error)
+        if lost is None and not self.folder.is_dir():
+            lost = f"rank {self.rank} lost the others, and {self.folder.parent} is gone"
+        return lost, RankError.exit_code
+
+    def _let_go(self) -> None:
+        """Put back the handlers that were, and close what is open."""
+        if threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(-1)
+            with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+                signal.set_wakeup_fd(self._old_wakeup)
+            for number, handler in self._old_handlers.items():
+                signal.signal(number, handler)
+        if self._dumps_crash:
+            faulthandler.disable()
+        for file in (self._log, self._wake, self._wake_end):
+            file.close()
 
     def _run(self) -> None:
         beats = 0.0
@@ -288,18 +305,21 @@ class Watch:
     def _on_signal(self, number: int, reason: str = "") -> None:
         name = signal.Signals(number).name
         now = time.monotonic()
-        if not self.stop_signal:
-            self.stop_signal, self._stopped_at = number, now
+        is_first = not self.stop_signal
+        if is_first or self._is_over:
             lost = self._find_lost() if self.num_ranks > 1 else None
             if lost is not None:  # the launcher ends the others when one is gone
                 self._end(lost)
+        if self._is_over:
+            return
+        if is_first:
+            self.stop_signal, self._stopped_at = number, now
             if self._leaves_to_python(number):
                 return
             if not self._can_save:
                 self._exit_unsaved()
-            logger.warning(  # of rank 0, as all messages
-                "%s: saving after this update; a second signal ends the run at once", reason or name
-            )
+            words = "%s: saving after this update; a second signal ends the run at once"
+            _tell(lambda: logger.warning(words, reason or name))  # rank 0 does, as all messages
         elif now - self._stopped_at > SAME_SIGNAL_SECONDS:
             if number == signal.SIGINT and self.num_ranks == 1 and hasattr(sys, "ps1"):
                 if not self._gives_up:  # a notebook, or a prompt: only the run ends
@@ -313,9 +333,10 @@ class Watch:
         return number == signal.SIGINT and self.num_ranks == 1 and not self._can_save
 
     def _interrupt(self, number: int, _: Any) -> None:
-        """The handler, in the main thread; all else is done in the watching one, while it is."""
-        self._late_signal = number if self._is_over else 0
-        if self._gives_up or self._leaves_to_python(number):
+        """The handler, in the main thread; all else is done in the watching one."""
+        if self._is_over:
+            self._late_signal = number
+        elif self._has_begun and (self._gives_up or self._leaves_to_python(number)):
             self._interrupted = True
             raise KeyboardInterrupt  # which no `except Exception` on the way takes for its own
 
@@ -347,13 +368,14 @@ class Watch:
     def _leave(self, words: str, exit_code: int, aloud: bool = True) -> None:
         leave_last_words(words)
         self._say(words, aloud)
+        self._clean_up()
         os._exit(exit_code)
 
     def _say(self, message: str, aloud: bool = True) -> None:
         with contextlib.suppress(OSError, ValueError):  # ValueError: a stream that cannot encode it
             print(message, file=self._log, flush=True)
-            if aloud:
-                print(message, file=sys.stderr, flush=True)
+        if aloud:
+            _tell(lambda: print(message, file=sys.stderr, flush=True))
 
     # Heartbeats.
 
@@ -456,7 +478,8 @@ class Watch:
         if limit == 0.0 or now - since < limit:
             return ""
         self._killed[beat["rank"]] = f"was stopped for {now - since:.0f} s"
-        process.kill()  # or the launcher waits for it half a minute more
+        with contextlib.suppress(psutil.Error):  # gone meanwhile
+            process.kill()  # or the launcher waits for it half a minute more
         return self._killed[beat["rank"]]
 
 
@@ -468,6 +491,18 @@ def _crash(log: Path, pid: int) -> str:
     fatal = re.search("^Fatal Python error: (.+)", text, re.MULTILINE)
     frame = re.search("^Current thread .*\n *(.+)", text, re.MULTILINE)
     return f" ({fatal[1]}{f', {frame[1]}' if frame else ''})" if fatal else ""
+
+
+def _tell(tell: Callable[[], None]) -> None:
+    """Say something beside this thread, which goes on where nobody reads it."""
+
+    def try_to_tell() -> None:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: it cannot be encoded
+            tell()
+
+    teller = threading.Thread(target=try_to_tell, daemon=True)
+    teller.start()
+    teller.join(TELL_SECONDS)
 
 
 def _host() -> str:

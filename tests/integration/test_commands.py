@@ -22,7 +22,14 @@ from conftest import ROOT, events_of, job_words, launch, run, run_hash, write_ro
 from torch import distributed as dist
 
 from accel_ft import evaluate, predict, train
-from accel_ft.errors import CheckpointError, ConfigError, DataError, Preempted, run_command
+from accel_ft.errors import (
+    STOP_SIGNALS,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    Preempted,
+    run_command,
+)
 from accel_ft.runtime.files import writing
 
 
@@ -219,10 +226,9 @@ def test_a_command_closes_its_process_group(tmp_path: Path) -> None:
         raise Preempted("stopped after update 1")
 
     (tmp_path / "x").unlink(missing_ok=True)
-    handler = signal.getsignal(signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     with pytest.raises(SystemExit) as exit_code:
         run_command(stopped)
-    signal.signal(signal.SIGTERM, handler)
     assert (exit_code.value.code, dist.is_initialized()) == (75, False)
 
     def followed() -> None:
@@ -232,7 +238,8 @@ def test_a_command_closes_its_process_group(tmp_path: Path) -> None:
     (tmp_path / "x").unlink(missing_ok=True)
     with pytest.raises(SystemExit):  # there NCCL would wait for the rank that is gone
         run_command(followed)
-    signal.signal(signal.SIGTERM, handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     assert dist.is_initialized()
     dist.destroy_process_group()
 
@@ -321,6 +328,16 @@ def test_quickstart(tmp_path: Path) -> None:
 
 
 ENDS = {"print('done')": 0, "raise UserError('no')": 2, "raise Preempted('saved')": 75}
+
+
+def test_the_exit_code_outlives_a_signals_copies() -> None:
+    """The scheduler's and the launcher's: all is saved, and Python's own end lasts half a second."""
+    program = "import atexit, os, signal\nfrom accel_ft import errors\ndef send(*_):\n"
+    program += "  for number in errors.STOP_SIGNALS: os.kill(os.getpid(), number)\n"
+    program += "errors.leave_last_words = send\natexit.register(send)\n"
+    program += "def main(): raise errors.Preempted('stopped after update 1, which is saved')\n"
+    done = run("python", "-c", program + "errors.run_command(main)", check=False)
+    assert (done.returncode, done.stderr) == (75, "stopped after update 1, which is saved\n")
 
 
 @pytest.mark.parametrize("end", ENDS)

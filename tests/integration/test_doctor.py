@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -73,6 +74,26 @@ def test_one_that_ends_early_does_not_read_as_all_well(
         doctor.main(["--json", str(file), "--output_dir", str(tmp_path / "run")])
     last = json.loads(file.read_text())[-1]
     assert (last["check"], last["verdict"]) == ("examination", "FAIL")
+
+
+def test_a_signal_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be saved, so the process is ended at once; its folder may hold three times the model."""
+    left: list[tuple[int, list[Path]]] = []
+
+    def be_stopped(*_: object) -> None:
+        (run,) = tmp_path.glob(".doctor-*")
+        (run / "weights").write_text("large")
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 20
+        while not left and time.monotonic() < deadline:
+            time.sleep(0.05)
+        raise Preempted("SIGTERM")
+
+    monkeypatch.setattr(os, "_exit", lambda code: left.append((code, list(tmp_path.iterdir()))))
+    monkeypatch.setattr("accel_ft.diagnosis.job.build", be_stopped)
+    with pytest.raises(Preempted):
+        doctor.main(["--output_dir", str(tmp_path / "run")])
+    assert left == [(75, [])]
 
 
 def test_a_folder_that_cannot_be_made_is_a_finding(tmp_path: Path) -> None:

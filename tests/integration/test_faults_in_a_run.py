@@ -28,11 +28,19 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from accel_ft import train
 from accel_ft.checkpoint import state, transaction
+from accel_ft.data import loader
 from accel_ft.engine import evaluation, loop
 from accel_ft.engine import nonfinite as handling
 from accel_ft.engine.meter import Meter
 from accel_ft.engine.run import Run
-from accel_ft.errors import CheckpointError, ConfigError, Preempted, RankError, UserError
+from accel_ft.errors import (
+    STOP_SIGNALS,
+    CheckpointError,
+    ConfigError,
+    Preempted,
+    RankError,
+    UserError,
+)
 from accel_ft.model import load
 from accel_ft.runtime import files
 from accel_ft.runtime import watch as watch_module
@@ -654,6 +662,23 @@ def test_a_clock_that_is_set_ends_no_rank(tmp_path: Path, monkeypatch: pytest.Mo
     assert watch._fate_here(beat, 60) == "died"
 
 
+def test_a_stopped_rank_that_another_has_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at it and the kill: the thread that watches must live on."""
+
+    def gone(process: psutil.Process) -> None:
+        raise psutil.NoSuchProcess(process.pid)
+
+    monkeypatch.setattr(psutil.Process, "status", lambda self: psutil.STATUS_STOPPED)
+    monkeypatch.setattr(psutil.Process, "kill", gone)
+    watch = Watch(tmp_path, 0, 1, 60)
+    beat = watch._beat | {"rank": 1}
+    assert watch._fate_here(beat, 0.001) == ""
+    time.sleep(0.01)
+    assert watch._fate_here(beat, 0.001) == "was stopped for 0 s"
+
+
 def test_a_crash_is_told_with_its_place(tmp_path: Path) -> None:
     """Of this start of the rank: its log keeps the earlier ones."""
     crash = "import faulthandler, os, sys; print('started now, pid', os.getpid(), flush=True); "
@@ -669,37 +694,132 @@ def test_a_crash_is_told_with_its_place(tmp_path: Path) -> None:
             assert told == (crashed if words == crash else "died")
 
 
+LOST = RuntimeError("closed by peer")
+
+
 @pytest.mark.parametrize(
-    ("error", "num_ranks", "is_late"),
-    [(RuntimeError("closed by peer"), 2, True), (RuntimeError("closed by peer"), 2, False), (ValueError("cheese"), 1, True),
-     (Preempted("SIGTERM"), 2, True), (None, 2, True)],
+    ("error", "num_ranks", "when"),
+    [(LOST, 2, "leaving"), (LOST, 2, "looking"), (LOST, 2, "before"), (ValueError("cheese"), 1, "leaving"),
+     (Preempted("SIGTERM"), 2, "leaving"), (None, 2, "leaving")],
 )  # fmt: skip
 def test_a_signal_that_comes_while_a_failed_rank_takes_leave(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
     error: Exception | None,
     num_ranks: int,
-    is_late: bool,
+    when: str,
 ) -> None:
-    """The launcher's: it waits for the others when one has failed. On a slow disk one came between two handlers."""
-    write, watch = Watch._write_beat, Watch(tmp_path, 0, 1, 60)
+    """The launcher's, which waits for the others when one has failed: not lost, and no save is promised."""
+    watch, monkeypatched = Watch(tmp_path, 0, 1, 60), {"leaving": "_let_go", "looking": "_cause"}
     watch.num_ranks = num_ranks
+    if when in monkeypatched:
+        name = monkeypatched[when]
+        plain = getattr(Watch, name)
 
-    def slowly(self: Watch, ended: bool = False) -> None:
-        write(self, ended)
-        if is_late and not self._thread.is_alive():
+        def slowly(*given: object) -> object:
             os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1.0 if when == "looking" else 0.0)
+            return plain(*given)
 
-    ends = is_late and num_ranks == 2 and isinstance(error, RuntimeError)
+        monkeypatch.setattr(Watch, name, slowly)
+    ends = when != "before" and num_ranks == 2 and error is LOST
     fails = pytest.raises(KeyboardInterrupt if ends else type(error)) if error else nullcontext()
     with fails, watch:
         watch.stage("step 1", can_save=True)
-        if not is_late:  # which asks for a save
+        if when == "before":
             os.kill(os.getpid(), signal.SIGINT)
-        monkeypatch.setattr(Watch, "_write_beat", slowly)
+            time.sleep(1.0)
         if error:
             raise error
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert ("saving after this update" in caplog.text) == (when == "before")
+
+
+@pytest.mark.parametrize("when", ["entering", "leaving"])
+def test_another_ctrl_c_while_handlers_are_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """On a slow disk: a notebook must not be left with those of a run that is no more."""
+    write = Watch._write_beat
+
+    def slowly(self: Watch, ended: bool = False) -> None:
+        if threading.current_thread() is threading.main_thread() and ended == (when == "leaving"):
+            os.kill(os.getpid(), signal.SIGINT)
+        write(self, ended)
+
+    monkeypatch.setattr(Watch, "_write_beat", slowly)
+
+    def run() -> None:
+        with Watch(tmp_path, 0, 1, 60) as watch:
+            watch.stage("data")
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+            watch.stage("model")
+
+    with pytest.raises(Preempted, match="^SIGINT at stage data: stopped, there was nothing to"):
+        run()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_the_last_words_are_of_the_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the watching thread is about to leave those for an end without a message."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    plain, begun = watch_module.leave_last_words, threading.Event()
+
+    def slowly(words: str) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            time.sleep(0.5)
+        plain(words)
+
+    monkeypatch.setattr(watch_module, "leave_last_words", slowly)
+
+    def run() -> None:
+        with Watch(tmp_path / "ranks", 0, 1, 60):
+            assert begun.wait(20)
+            raise ValueError("cheese")
+
+    with pytest.raises(ValueError, match="cheese"):
+        run()
+    assert "ValueError: cheese" in json.loads((tmp_path / "error.json").read_text())["message"]
+
+
+UNREAD = """
+import logging, os, sys
+from pathlib import Path
+from accel_ft.runtime.watch import Watch
+
+logging.basicConfig(level=logging.WARNING)
+with Watch(Path(sys.argv[1]), 0, 1, 60) as watch:
+    watch.stage("step 1", can_save=True)
+    while True:
+        logging.warning("x" * 1000)
+"""
+
+
+def test_output_that_nobody_reads_keeps_no_run(tmp_path: Path) -> None:
+    """A pager at rest, a collector that hangs: the main thread is stopped in a write, with the log's lock."""
+    command = [sys.executable, "-c", UNREAD, str(tmp_path / "ranks")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    unread, stderr = os.pipe()
+    process = subprocess.Popen(command, env=environment, stderr=stderr)
+    try:
+        beat = tmp_path / "ranks" / "rank_00000.json"
+        deadline = time.monotonic() + 60
+        while not beat.exists() or json.loads(beat.read_text())["stage"] != "step 1":
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(2.5)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        os.close(unread), os.close(stderr)
 
 
 def test_a_run_is_closed_before_it_lets_the_others_go(
@@ -974,6 +1094,31 @@ def test_a_signal_to_the_whole_group_spares_the_workers(words: list[str], tmp_pa
     assert "SIGTERM: stopped after update" in said
     newest = transaction.list_published(tmp_path / "run" / "checkpoints")[-1]
     assert newest[0] == events_of(tmp_path / "run")[-1]["step"]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_no_signal_ends_a_worker_from_its_start(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """One that is spawned, as beside several GPUs, loads torch for seconds before it could ignore one."""
+    plain, after_update = loader.DataLoader, Run.after_update
+    monkeypatch.setattr(
+        loader, "DataLoader", lambda *given, **keys: plain(*given, **keys | ({"multiprocessing_context": method} if keys["num_workers"] else {}))
+    )  # fmt: skip
+    blocked: list[int] = []
+
+    def look(run: Run) -> None:
+        for worker in psutil.Process().children() if run.step == 1 else ():
+            if "resource_tracker" not in " ".join(worker.cmdline()):
+                status = Path(f"/proc/{worker.pid}/status").read_text()
+                blocked.append(int(status.partition("SigBlk:")[2].split()[0], 16))
+        after_update(run)
+
+    monkeypatch.setattr(Run, "after_update", look)
+    train.main([*words, "--dataloader_num_workers", "1", "--max_steps", "4"])
+    assert len(blocked) == 1
+    assert all(blocked[0] >> number - 1 & 1 for number in STOP_SIGNALS)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
 
 
 WORKER_THAT_DIES = """
