@@ -79,7 +79,7 @@ class Watch:
         limit_seconds: after which a rank that is stopped counts as lost.
         advice: told where another rank was lost.
         fault: why this rank cannot begin.
-        clean_up: called before this process is ended at once.
+        clean_up: called before a signal ends this process at once.
 
     Raises:
         Exception: the fault, on all ranks: a program may go on after it.
@@ -326,6 +326,7 @@ class Watch:
                     self._gives_up = True
                     _thread.interrupt_main()
                 return
+            self._clean_up()
             self._leave(f"{name} again: stopped at once, without saving", 128 + number)
 
     def _leaves_to_python(self, number: int) -> bool:
@@ -345,6 +346,7 @@ class Watch:
         code = self._beat["exit_code"] = Preempted.exit_code
         self._failed = f"{name}, nothing to save yet"
         self._write_beat()
+        self._clean_up()
         self._leave(f"{name} at stage {self._beat['stage']}: nothing to save yet", code)
 
     def _watch_others(self) -> None:
@@ -368,7 +370,6 @@ class Watch:
     def _leave(self, words: str, exit_code: int, aloud: bool = True) -> None:
         leave_last_words(words)
         self._say(words, aloud)
-        self._clean_up()
         os._exit(exit_code)
 
     def _say(self, message: str, aloud: bool = True) -> None:

@@ -395,7 +395,9 @@ from accel_ft import search
 
 trial = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
 popen = subprocess.Popen
-search.subprocess.Popen = lambda _, **keys: popen([sys.executable, "-c", trial], **keys)
+def start(command, **keys):
+    return popen([sys.executable, "-c", trial] if "accel_ft.train" in command else command, **keys)
+search.subprocess.Popen = start
 search.main(sys.argv[1:])
 """
 
