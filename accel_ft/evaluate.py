@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from accel_ft.data.sources import check_first_rows
 
     check_first_rows(config)
-    from accel_ft.checkpoint.open import open_classifier
+    from accel_ft.checkpoint.open import open_classifier, same_folder
     from accel_ft.data.loader import Padding
     from accel_ft.data.splits import load_eval_split
     from accel_ft.engine.agreement import refuse_other_rows
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     accelerator = make_accelerator()
     setup_logging(accelerator.is_main_process)
     # Not prepared: each rank holds the whole model, and nothing but the ledger is exchanged.
-    opened = open_classifier(config.checkpoint, accelerator.device)
+    opened = open_classifier(same_folder(config.checkpoint, accelerator), accelerator.device)
     run = run_folder(config.checkpoint)
     if run is None and not (ROW_KEYS & config.model_fields_set):
         raise ConfigError(

@@ -39,11 +39,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     is_main = os.environ.get("RANK", "0") == "0"
     rows = open_rows(config) if is_main else iter(())  # one rank reads; the input may be a pipe
 
+    from accel_ft.checkpoint.open import same_folder
     from accel_ft.runtime.launch import make_accelerator
     from accel_ft.runtime.logging import setup_logging
 
     accelerator = make_accelerator()
     setup_logging(accelerator.is_main_process)
+    config = config.resolved(checkpoint=same_folder(config.checkpoint, accelerator))
     predictor = Predictor(config, accelerator)
     second = config.text_pair_column if config.text is None else config.text_pair
     predictor.check_kind(second is not None)

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from shlex import quote
@@ -131,24 +131,26 @@ def _watched(config: TrainConfig, accelerator: Any) -> Iterator[Any]:
     except OSError as error:
         fault = ConfigError(f"output_dir={config.output_dir}: {error}")
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
+    check: Callable[[], None] = lambda: None  # noqa: E731
     with ExitStack() as stack:
         if accelerator.is_main_process and fault is None:
             try:
-                stack.enter_context(_own(config, ranks / "lock"))
+                check = stack.enter_context(_own(config, ranks / "lock"))
             except (UserError, OSError) as error:
                 fault = error
         watch = Watch(ranks, rank, num_ranks, config.ddp_timeout, DOCTOR, fault)
+        watch.check_folder = check
         yield stack.enter_context(watch)
 
 
 @contextmanager
-def _own(config: TrainConfig, lock: Path) -> Iterator[None]:
+def _own(config: TrainConfig, lock: Path) -> Iterator[Callable[[], None]]:
     """Lock the run's folder; one that holds a run is only touched by a resume."""
     from accel_ft.checkpoint.transaction import list_published
     from accel_ft.runtime.files import locked, remove_unfinished
 
     folder = config.output_dir
-    with locked(folder, lock):
+    with locked(folder, lock) as check:
         for place in (folder, folder / "model"):
             remove_unfinished(place)
         has_checkpoints = bool(list_published(folder / "checkpoints"))
@@ -166,7 +168,7 @@ def _own(config: TrainConfig, lock: Path) -> Iterator[None]:
                 f"output_dir={folder}: already holds a run. "
                 "Fix: --resume_from_checkpoint latest to continue it, or another --output_dir"
             )
-        yield
+        yield check
 
 
 def _lacks_card(config: TrainConfig) -> bool:

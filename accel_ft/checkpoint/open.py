@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import parse_flag_from_env
+from accelerate.utils import broadcast_object_list, parse_flag_from_env
 from numpy.typing import NDArray
 
 from accel_ft.checkpoint import convert, state, transaction
@@ -94,6 +94,23 @@ def open_classifier(checkpoint: str, device: torch.device) -> Classifier:
     return Classifier(folder, model, tokenizer, names)
 
 
+def same_folder(checkpoint: str, accelerator: Any) -> str:
+    """Return `model_folder` as rank 0 finds it: of a run that goes on, others may find a newer one.
+    Collective.
+    """
+    found: list[Any] = [None]
+    if accelerator.process_index == 0:
+        try:
+            found = [model_folder(checkpoint)]
+        except Exception as error:  # which the others wait to hear
+            found = [error]
+    if accelerator.num_processes > 1:
+        broadcast_object_list(found)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return str(found[0])
+
+
 def load_whole(folder: str, config: Any) -> Any:
     """Load a classifier from a resolved checkpoint or model, adapters merged, on the CPU.
 
@@ -131,6 +148,8 @@ def model_folder(path: str) -> str:
         return str(folder / "model")
     elif (folder / "checkpoints").is_dir():
         newest = state.newest_sound(folder / "checkpoints")
+        if (folder / "model" / "config.json").is_file():  # the run has ended meanwhile
+            return str(folder / "model")
         if newest is None:
             raise CheckpointError(f"{path}: has no checkpoint yet")
         if any(read_events(folder / "metrics.jsonl", "end")):

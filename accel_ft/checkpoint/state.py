@@ -58,6 +58,7 @@ def save(
     staging, is_main = transaction.staging_folder(final), accelerator.is_main_process
     with all_or_none(watch, final):
         if is_main:
+            watch.check_folder()
             transaction.start(final)
             for name in convert.SHARDS if convert.makes_shards(accelerator) else ():
                 (staging / name).mkdir()  # so that no rank fails before torch's own collective
@@ -165,6 +166,8 @@ def newest_sound(root: Path, unwanted: Collection[int] = ()) -> Path | None:
     published = transaction.list_published(root)
     published.sort(key=lambda each: each[0] not in unwanted)  # those come first, so taken last
     found = next((folder for _, folder in reversed(published) if _verifies(folder)), None)
+    if found is None and not all(folder.is_dir() for _, folder in published):
+        return newest_sound(root, unwanted)  # pruned meanwhile, by a run that goes on
     if published and found is None:
         raise CheckpointError(
             f"{root}: no sound checkpoint is left, {len(published)} damaged. "

@@ -30,7 +30,7 @@ from accel_ft.runtime.files import fsync, sha256
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
+MANIFEST, NEW = "manifest.json", ".new"
 STAGING_PREFIX = ".staging-"
 SEALED_PREFIX = ".sealed-"
 ASIDE_PREFIX = "damaged-"
@@ -92,16 +92,23 @@ def writing(final: Path) -> Iterator[Path]:
 
 
 def seal(final: Path) -> None:
-    """Mark `final`'s staging folder as complete."""
-    staging_folder(final).rename(sealed_folder(final))
+    """Mark `final`'s staging folder as complete, and write down what is in it."""
+    staging = staging_folder(final)
+    _write_manifest(staging, _sizes(staging))
+    staging.rename(sealed_folder(final))
 
 
 def publish_sealed(root: Path) -> None:
-    """Publish what a killed process had written."""
+    """Publish what a killed process had written; no part of it, as copies of live runs have."""
     for path in root.glob(f"{SEALED_PREFIX}{_boot()}-step_*"):
         final = root / path.name.removeprefix(f"{SEALED_PREFIX}{_boot()}-")
-        logger.info("%s was written and not published: published now", final)
-        publish(final)
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            entries = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
+            if {name: entry["bytes"] for name, entry in entries.items()} == {
+                name: entry["bytes"] for name, entry in _sizes(path).items()
+            }:
+                logger.info("%s was written and not published: published now", final)
+                publish(final)
 
 
 def publish(final: Path, with_manifest: bool = True) -> None:
@@ -114,9 +121,7 @@ def publish(final: Path, with_manifest: bool = True) -> None:
         if not path.is_symlink():
             path.chmod(mode)
     if with_manifest:
-        (source / MANIFEST).unlink(missing_ok=True)  # of a process killed before the rename
-        entries = {path.relative_to(source).as_posix(): _entry(path) for path in _files(source)}
-        (source / MANIFEST).write_text(_manifest(entries), encoding="utf-8")
+        _write_manifest(source, {name: _entry(source / name) for name in _sizes(source)})
     for path in [*_files(source), *(p for p in source.rglob("*") if p.is_dir()), source]:
         fsync(path)
     if final.exists():  # a damaged one that a resume passed over, or an older final model
@@ -209,6 +214,21 @@ def remove(folder: Path) -> None:
 
 def _delete(path: Path, ignore_errors: bool = False) -> None:
     path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors)
+
+
+def _sizes(folder: Path) -> dict[str, dict[str, int]]:
+    """Return the size of every file but the manifest."""
+    files = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
+    return {
+        name: {"bytes": path.lstat().st_size}
+        for name, path in files.items()
+        if name not in (MANIFEST, MANIFEST + NEW)
+    }
+
+
+def _write_manifest(folder: Path, entries: dict[str, Any]) -> None:
+    (folder / (MANIFEST + NEW)).write_text(_manifest(entries), encoding="utf-8")
+    (folder / (MANIFEST + NEW)).replace(folder / MANIFEST)  # a kill leaves no half of it
 
 
 def _manifest(entries: dict[str, Any]) -> str:

@@ -113,7 +113,10 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
         accumulation_steps=accumulation_steps,
         identity=identity,
         events=EventLog(
-            config.output_dir / "metrics.jsonl", accelerator.is_main_process, trackers.log
+            config.output_dir / "metrics.jsonl",
+            accelerator.is_main_process,
+            trackers.log,
+            watch.check_folder,
         ),
         trackers=trackers,
         graphs=_graphs(config, accelerator, model, pad, splits.train),

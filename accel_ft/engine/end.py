@@ -94,6 +94,7 @@ def _export(run: Run, final: Path) -> None:
     weights = {load.plain_name(name): value for name, value in weights.items()}
     with state.all_or_none(run.watch, final):
         if run.accelerator.is_main_process:
+            run.watch.check_folder()
             model, lora = run.unwrapped_model(), adapters.peft_config(run.unwrapped_model())
             if lora is not None:
                 base = run.identity["pretrained"]

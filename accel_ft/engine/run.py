@@ -365,6 +365,7 @@ class Run:
 
     def prune(self, keep: int | None, best: int | None) -> None:
         """Remove all checkpoints but the newest `keep`, and the best. On rank 0."""
+        self.watch.check_folder()
         published = transaction.list_published(self.checkpoints)
         if keep is not None and published:
             # A resume or rollback to the oldest that stays needs what was the best by then; what

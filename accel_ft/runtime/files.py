@@ -10,14 +10,14 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 from filelock import FileLock, Timeout
 
-from accel_ft.errors import ConfigError
+from accel_ft.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -112,8 +112,12 @@ def fsync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, path: Path) -> Iterator[None]:
+def locked(folder: Path, path: Path) -> Iterator[Callable[[], None]]:
     """Hold the lock `path` of `folder`; the operating system gives it back when the process dies.
+
+    Yields:
+        A check that it is still that folder, which raises CheckpointError where it was moved or
+        removed: another run may have the name by now.
 
     Raises:
         ConfigError: another process still holds it after half a minute.
@@ -135,5 +139,16 @@ def locked(folder: Path, path: Path) -> Iterator[None]:
         if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
             raise
         logger.warning("%s: its file system has no locks; see to it that one run uses it", folder)
-    with held:
-        yield
+
+    def check() -> None:
+        is_same = False
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            is_same = os.path.samestat(os.fstat(own.fileno()), path.stat())
+        if not is_same:
+            raise CheckpointError(
+                f"{folder}: was moved or removed while this run was writing to it. Fix: put it "
+                "back, then the same command with --resume_from_checkpoint latest"
+            )
+
+    with held, path.open("ab") as own:  # while it is open, no other file has its number
+        yield check

@@ -102,16 +102,18 @@ class EventLog:
         path: Path,
         writes: bool,
         listener: Callable[[str, int, dict[str, Any]], None] = lambda *_: None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.path, self.writes, self.listener = path, writes, listener
+        self.path, self.writes, self.listener, self.check = path, writes, listener, check
 
     def write(self, event: str, step: int, **values: Any) -> None:
         """Append an event; it is in the hands of the operating system when this returns.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: it cannot be written; of `check`.
         """
         if self.writes:
+            self.check()
             line = {"event": event, "step": step, **values}
             if event not in MEASURED:
                 line["time"] = datetime.now(UTC).isoformat(timespec="seconds")

@@ -97,6 +97,8 @@ class Watch:
     ) -> None:
         self.folder, self.rank, self.num_ranks, self.advice = folder, rank, num_ranks, advice
         self.limit, self._clean_up = limit_seconds, clean_up
+        self.check_folder: Callable[[], None] = lambda: None
+        """Raises CheckpointError where the run's folder is no longer what rank 0 has locked."""
         self.stop_signal = 0
         """Number of the signal that asked this rank to stop, 0 for none."""
         self._stopped_at = 0.0

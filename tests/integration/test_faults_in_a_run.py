@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from accel_ft import train
 from accel_ft.checkpoint import state, transaction
 from accel_ft.data import loader
-from accel_ft.engine import evaluation, loop
+from accel_ft.engine import end, evaluation, loop
 from accel_ft.engine import nonfinite as handling
 from accel_ft.engine.meter import Meter
 from accel_ft.engine.run import Run
@@ -535,6 +535,49 @@ def test_a_folder_belongs_to_one_run(
     ):
         train.main(words)
     train.main([*words, "--max_steps", "1"])
+
+
+@pytest.mark.parametrize("how", ["moved", "removed", "moved, with a run in its place"])
+@pytest.mark.parametrize("meets", ["log", "save", "prune", "model"])
+def test_a_run_whose_folder_is_gone_writes_to_no_other(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, meets: str
+) -> None:
+    """A lock belongs to a file, and all else goes by a name, which may be another run's by now."""
+    run, after_update = tmp_path / "run", Run.after_update
+    other = [
+        "ranks",
+        "ranks/lock",
+        "checkpoints",
+        *(f"checkpoints/step_0000000{n}" for n in range(1, 4)),
+    ]
+    other *= "place" in how
+
+    def take_away(*_: object) -> None:
+        shutil.rmtree(run) if how == "removed" else run.rename(tmp_path / "moved")
+        for name in other:
+            path = run / name
+            path.touch() if name.endswith("lock") else path.mkdir(parents=True, exist_ok=True)
+        monkeypatch.undo()
+
+    def after(self: Run) -> None:
+        if self.step == 2 and meets == "log":
+            take_away()
+        after_update(self)
+
+    def before(plain: Any) -> Any:
+        return lambda *given, **keys: (take_away(), plain(*given, **keys))[1]
+
+    monkeypatch.setattr(Run, "after_update", after)
+    if meets == "save":
+        monkeypatch.setattr(state, "save", before(state.save))
+    elif meets == "prune":
+        monkeypatch.setattr(Run, "prune", before(Run.prune))
+    elif meets == "model":
+        monkeypatch.setattr(end, "_export", before(end._export))
+    with pytest.raises(CheckpointError, match="was moved or removed while this run was writing"):
+        train.main([*words, "--save_steps", "4", "--save_total_limit", "2", "--max_steps", "8"])
+    left = {path.relative_to(run).as_posix() for path in run.rglob("*")}
+    assert set(other) <= left <= {*other, "ranks/rank_00000.json"}
 
 
 def test_a_changed_setting_is_refused_unless_allowed(

@@ -1,6 +1,8 @@
 import errno
 import json
 import os
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
 
 from accel_ft.checkpoint import convert, state, transaction
+from accel_ft.checkpoint import open as opening
 from accel_ft.checkpoint.open import model_folder
 from accel_ft.engine.run import Run
 from accel_ft.errors import CheckpointError
@@ -138,6 +141,27 @@ def test_killed_between_manifest_and_rename(
     transaction.verify(final)
 
 
+@pytest.mark.parametrize("lack", ["a file", "a half", "the manifest", "nothing"])
+def test_a_part_of_what_was_sealed_is_not_published(tmp_path: Path, lack: str) -> None:
+    """As a copy has it that was made while a run was at work; and it replaces no whole one."""
+    final = write(tmp_path, 7)
+    transaction.publish(final)
+    sealed = transaction.sealed_folder(write(tmp_path, 7))
+    (sealed / "weights").write_bytes(b"1234567")
+    if lack == "a file":
+        (sealed / "weights").unlink()
+    elif lack == "a half":
+        (sealed / "weights").write_bytes(b"123")
+    elif lack == "the manifest":
+        (sealed / transaction.MANIFEST).unlink()
+    (sealed / (transaction.MANIFEST + transaction.NEW)).write_text("{")  # killed as it wrote it
+    transaction.publish_sealed(tmp_path)
+    transaction.verify(final)
+    assert (final / "weights").read_bytes() == (b"1234567" if lack == "nothing" else bytes(7))
+    transaction.remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == [final]
+
+
 def test_sealed_before_the_machine_went_down_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +276,61 @@ def test_what_a_user_calls_a_checkpoint(tmp_path: Path) -> None:
         model_folder(str(newest))
 
 
+def test_a_run_goes_on_while_its_newest_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It prunes what is being read, and leaves its final model: neither is damage."""
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+    publish(root, 3)
+    verify = transaction.verify
+
+    def pruned(folder: Path) -> None:
+        if folder.name.endswith("3"):
+            shutil.rmtree(folder)
+            publish(root, 6)
+        verify(folder)
+
+    monkeypatch.setattr(transaction, "verify", pruned)
+    assert model_folder(str(tmp_path)) == str(root / "step_00000006")
+
+    def ended(folder: Path) -> None:
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "config.json").touch()
+        (tmp_path / "metrics.jsonl").write_text('{"event": "end", "step": 6}\n')
+
+    monkeypatch.setattr(transaction, "verify", ended)
+    assert model_folder(str(tmp_path)) == str(tmp_path / "model")
+
+
+@pytest.mark.parametrize("told", ["runs/x/step_00000006", CheckpointError("none is left")])
+def test_all_ranks_open_what_rank_0_finds(monkeypatch: pytest.MonkeyPatch, told: Any) -> None:
+    """Of a run that goes on, another may be the newest by the time that another rank looks."""
+    sent: list[Any] = []
+
+    def find(_: str) -> str:
+        if isinstance(told, str):
+            return told
+        raise told
+
+    monkeypatch.setattr(opening, "model_folder", find)
+    monkeypatch.setattr(opening, "broadcast_object_list", sent.extend)
+    ranks = [SimpleNamespace(process_index=rank, num_processes=2) for rank in (0, 1)]
+    wanted = (
+        nullcontext() if isinstance(told, str) else pytest.raises(CheckpointError, match="none")
+    )
+    with wanted:
+        assert opening.same_folder("runs/x", ranks[0]) == told
+    monkeypatch.setattr(opening, "model_folder", pytest.fail)
+
+    def hear(found: list[Any]) -> None:
+        found[:] = sent
+
+    monkeypatch.setattr(opening, "broadcast_object_list", hear)
+    with wanted:
+        assert opening.same_folder("runs/x", ranks[1]) == told
+
+
 def test_a_checkpoint_without_a_loss_scale_loads_under_fp16(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,6 +423,7 @@ def test_what_cannot_be_pruned_ends_no_run(
 ) -> None:
     """The checkpoint that was just published is whole."""
     run: Any = SimpleNamespace(checkpoints=tmp_path)
+    run.watch = SimpleNamespace(check_folder=lambda: None)
     run.prune = lambda *_: Run.prune(run, 2, None)
     final = transaction.checkpoint_folder(tmp_path, 3)
     (transaction.start(final) / "weights").touch()
