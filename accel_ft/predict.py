@@ -45,8 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     accelerator = make_accelerator()
     setup_logging(accelerator.is_main_process)
-    config = config.resolved(checkpoint=same_folder(config.checkpoint, accelerator))
-    predictor = Predictor(config, accelerator)
+    predictor = Predictor(config, accelerator, same_folder(config.checkpoint, accelerator))
     second = config.text_pair_column if config.text is None else config.text_pair
     predictor.check_kind(second is not None)
     output: Any
@@ -107,14 +106,14 @@ def devices() -> Any:
 class Predictor:
     """A loaded classifier that scores texts."""
 
-    def __init__(self, config: PredictConfig, accelerator: Any) -> None:
+    def __init__(self, config: PredictConfig, accelerator: Any, folder: str | None = None) -> None:
         import torch
 
         from accel_ft.checkpoint.open import open_classifier
         from accel_ft.data.loader import Padding
 
         self.config, self.accelerator = config, accelerator
-        self.classifier = open_classifier(config.checkpoint, accelerator.device)
+        self.classifier = open_classifier(folder or config.checkpoint, accelerator.device)
         self.max_seq_length = self.classifier.max_seq_length(config.max_seq_length)
         self.num_cut = 0  # texts that have lost their end
         self.pad = Padding(self.classifier.tokenizer, self.max_seq_length, accelerator.device)

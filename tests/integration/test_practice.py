@@ -28,8 +28,22 @@ from conftest import (
 from conftest import run as start
 from safetensors.torch import load_file, save_file
 
-from accel_ft import train
+from accel_ft import evaluate, predict, train
 from accel_ft.errors import CheckpointError, ConfigError, DataError, UserError
+
+
+def test_rank_0_says_what_is_opened(
+    tiny_model: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run that goes on, each rank for itself might find another checkpoint."""
+
+    def refuse(checkpoint: str, accelerator: Any) -> str:
+        raise CheckpointError(f"rank {accelerator.process_index} finds none")
+
+    monkeypatch.setattr("accel_ft.checkpoint.open.same_folder", refuse)
+    for command, words in ((evaluate, ["--test_file", str(rows_file)]), (predict, ["--text", "a"])):
+        with pytest.raises(CheckpointError, match="^rank 0 finds none$"):
+            command.main(["--checkpoint", str(tiny_model), *words])
 
 
 def test_a_model_folder_that_is_no_runs(words: list[str], tmp_path: Path, tiny_model: Path) -> None:
@@ -88,7 +102,7 @@ def test_a_model_that_left_its_run_is_measured_as_in_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Cut at the same length; and from inside its own folder."""
-    from accel_ft import evaluate, export, load_classifier
+    from accel_ft import export, load_classifier
 
     train.main([*words, "--max_seq_length", "9"])
     test = next(e for e in events_of(tmp_path / "run") if e["event"] == "test")
@@ -127,7 +141,6 @@ def test_rows_that_change_beside_a_run(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
     """While it trains: no texts that are not its own. Between two starts: the best is forgotten. After it: it is told."""
-    from accel_ft import evaluate
     from accel_ft.engine import loop
     from accel_ft.reporting.record import read_record
 
@@ -263,7 +276,7 @@ def test_a_global_batch_larger_than_the_rows_costs_nothing(
 def test_what_predict_is_given(
     words: list[str], tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from accel_ft import load_classifier, predict
+    from accel_ft import load_classifier
     from accel_ft.errors import DataError
 
     train.main([*words, "--max_steps", "1"])
@@ -315,7 +328,6 @@ def test_what_predict_is_given(
 def test_predict_tells_a_fault_in_the_last_row_first(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from accel_ft import predict
 
     train.main([*words, "--max_steps", "1"])
     file = tmp_path / "in.csv"
@@ -329,7 +341,6 @@ def test_evaluate_reads_the_rows_it_measures_alone(
     words: list[str], tmp_path: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others may be large."""
-    from accel_ft import evaluate
     from accel_ft.data import sources
 
     test = tmp_path / "test.csv"
@@ -346,7 +357,6 @@ def test_a_model_that_does_not_say_what_its_labels_are(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As many an older one of several labels: then the command does."""
-    from accel_ft import evaluate
 
     rows = tmp_path / "rows.jsonl"
     lines = [{"text": "goal", "label": ["Sports", "World"]}, {"text": "bank", "label": []}] * 8
@@ -376,7 +386,6 @@ def test_a_head_without_names_is_measured_by_ids(
 ) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    from accel_ft import evaluate
     from accel_ft.errors import DataError
 
     model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=2)
@@ -393,7 +402,6 @@ def test_a_head_without_names_is_measured_by_ids(
 
 
 def test_folders_that_are_nearly_checkpoints(words: list[str], tmp_path: Path) -> None:
-    from accel_ft import predict
 
     train.main([*words, "--max_steps", "1"])
     for folder in (tmp_path, tmp_path / "run/checkpoints"):
@@ -408,7 +416,6 @@ def test_a_resume_that_trains_nothing_says_so(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A pair of texts for a model of single ones, too."""
-    from accel_ft import predict
 
     train.main([*words, "--max_steps", "4"])
     longer = ["--resume_from_checkpoint", str(tmp_path / "run/checkpoints/step_00000004")]

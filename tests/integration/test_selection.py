@@ -109,7 +109,8 @@ def test_checkpoints_that_a_kill_has_left_are_pruned(
 
 
 def test_no_checkpoint_is_nothing_to_prune(tmp_path: Path) -> None:
-    Run.prune(SimpleNamespace(checkpoints=tmp_path), 2, 1)
+    watch = SimpleNamespace(check_folder=lambda: None)
+    Run.prune(SimpleNamespace(checkpoints=tmp_path, watch=watch), 2, 1)
 
 
 def killed() -> None:
