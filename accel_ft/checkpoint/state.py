@@ -9,6 +9,7 @@ tokenizer, so that a checkpoint of one process or DDP is a Hugging Face folder.
 import contextlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -166,7 +167,7 @@ def newest_sound(root: Path, unwanted: Collection[int] = ()) -> Path | None:
     published = transaction.list_published(root)
     published.sort(key=lambda each: each[0] not in unwanted)  # those come first, so taken last
     found = next((folder for _, folder in reversed(published) if _verifies(folder)), None)
-    if found is None and not all(folder.is_dir() for _, folder in published):
+    if found is None and not all(os.path.lexists(folder) for _, folder in published):
         return newest_sound(root, unwanted)  # pruned meanwhile, by a run that goes on
     if published and found is None:
         raise CheckpointError(

@@ -94,7 +94,7 @@ def writing(final: Path) -> Iterator[Path]:
 def seal(final: Path) -> None:
     """Mark `final`'s staging folder as complete, and write down what is in it."""
     staging = staging_folder(final)
-    _write_manifest(staging, _sizes(staging))
+    _write_manifest(staging, {name: {"bytes": size} for name, size in _sizes(staging).items()})
     staging.rename(sealed_folder(final))
 
 
@@ -102,13 +102,13 @@ def publish_sealed(root: Path) -> None:
     """Publish what a killed process had written; no part of it, as copies of live runs have."""
     for path in root.glob(f"{SEALED_PREFIX}{_boot()}-step_*"):
         final = root / path.name.removeprefix(f"{SEALED_PREFIX}{_boot()}-")
+        sealed = None
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             entries = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
-            if {name: entry["bytes"] for name, entry in entries.items()} == {
-                name: entry["bytes"] for name, entry in _sizes(path).items()
-            }:
-                logger.info("%s was written and not published: published now", final)
-                publish(final)
+            sealed = {name: entry["bytes"] for name, entry in entries.items()}
+        if sealed == _sizes(path):
+            logger.info("%s was written and not published: published now", final)
+            publish(final)
 
 
 def publish(final: Path, with_manifest: bool = True) -> None:
@@ -216,14 +216,10 @@ def _delete(path: Path, ignore_errors: bool = False) -> None:
     path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors)
 
 
-def _sizes(folder: Path) -> dict[str, dict[str, int]]:
-    """Return the size of every file but the manifest."""
-    files = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
-    return {
-        name: {"bytes": path.lstat().st_size}
-        for name, path in files.items()
-        if name not in (MANIFEST, MANIFEST + NEW)
-    }
+def _sizes(folder: Path) -> dict[str, int]:
+    """Return the bytes of every file but the manifest."""
+    sizes = {path.relative_to(folder).as_posix(): path.lstat().st_size for path in _files(folder)}
+    return {name: size for name, size in sizes.items() if name not in (MANIFEST, MANIFEST + NEW)}
 
 
 def _write_manifest(folder: Path, entries: dict[str, Any]) -> None:

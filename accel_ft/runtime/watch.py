@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 SAME_SIGNAL_SECONDS = 1.0  # schedulers and launchers both pass a signal on: it arrives twice
 TICK_SECONDS = 0.5
-TELL_SECONDS = 1.0
+TELL_SECONDS = 1.0  # in which a message is read, or left unread
 GRACE_SECONDS = 2.0  # in which the main thread may notice another rank's end, and clean up
 SILENCE_SECONDS = 30.0  # of a rank on another machine: a shared file system may lag
 SAME_BIRTH_SECONDS = 5.0  # a process number used again is of a process born later

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -658,9 +659,10 @@ def test_a_signal_before_anything_is_saved_has_the_last_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    codes: list[int] = []
+    codes, cleaned = list[int](), list[int]()
     monkeypatch.setattr(os, "_exit", codes.append)
-    with Watch(tmp_path / "ranks", 0, 1, 60) as watch:
+    clean_up = partial(cleaned.append, 1)
+    with Watch(tmp_path / "ranks", 0, 1, 60, clean_up=clean_up) as watch:
         watch.stage("model")
         watch._on_signal(signal.SIGTERM)
         words = json.loads((tmp_path / "error.json").read_text())["message"]
@@ -670,6 +672,7 @@ def test_a_signal_before_anything_is_saved_has_the_last_word(
         words = json.loads((tmp_path / "error.json").read_text())["message"]
         assert words == "SIGTERM again: stopped at once, without saving"
     assert codes == [75, 128 + signal.SIGTERM]
+    assert cleaned == [1, 1]
 
 
 def test_a_second_ctrl_c_ends_the_run_and_not_the_notebook(

@@ -141,6 +141,23 @@ def test_killed_between_manifest_and_rename(
     transaction.verify(final)
 
 
+def test_what_cannot_be_published_stays_sealed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk may be full; the next start has another try."""
+    final = write(tmp_path, 7)
+
+    def full(_: Path) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transaction, "fsync", full)
+        with pytest.raises(OSError, match="no space left"):
+            transaction.publish_sealed(tmp_path)
+    transaction.publish_sealed(tmp_path)
+    transaction.verify(final)
+
+
 @pytest.mark.parametrize("lack", ["a file", "a half", "the manifest", "nothing"])
 def test_a_part_of_what_was_sealed_is_not_published(tmp_path: Path, lack: str) -> None:
     """As a copy has it that was made while a run was at work; and it replaces no whole one."""
@@ -274,6 +291,14 @@ def test_what_a_user_calls_a_checkpoint(tmp_path: Path) -> None:
     (newest / "weights").unlink()
     with pytest.raises(CheckpointError, match="weights is missing"):
         model_folder(str(newest))
+
+
+def test_what_is_no_folder_is_damaged(tmp_path: Path) -> None:
+    """And there: it was not pruned meanwhile."""
+    (tmp_path / "step_00000003").touch()
+    (tmp_path / "step_00000006").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="no sound checkpoint is left, 2 damaged"):
+        state.newest_sound(tmp_path)
 
 
 def test_a_run_goes_on_while_its_newest_is_looked_for(
