@@ -15,8 +15,10 @@ sealed. A machine that went down does: what was sealed before its last start is 
 
 import contextlib
 import errno
+import fcntl
 import json
 import logging
+import os
 import re
 import secrets
 import shutil
@@ -80,15 +82,35 @@ def start(final: Path) -> Path:
 
 @contextlib.contextmanager
 def writing(final: Path) -> Iterator[Path]:
-    """Give an empty staging folder; publish it without a manifest, or remove it after a fault."""
+    """Give an empty staging folder; publish it without a manifest, or remove it after a fault.
+
+    Raises:
+        CheckpointError: another process is writing it.
+    """
     final.parent.mkdir(parents=True, exist_ok=True)
-    staging = start(final)
+    staging = staging_folder(final)
+    staging.mkdir(exist_ok=True)
+    lock = os.open(staging, os.O_RDONLY)  # closed, by a kill as well, it is given back
     try:
-        yield staging
-        publish(final, with_manifest=False)  # users may add to such a folder
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
+        _lock(lock, final)
+        try:
+            for path in staging.iterdir():  # of a process that was killed
+                _delete(path)
+            yield staging
+            publish(final, with_manifest=False)  # users may add to such a folder
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+    finally:
+        os.close(lock)
+
+
+def _lock(folder: int, final: Path) -> None:
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:  # some file systems have no locks of folders
+        if error.errno == errno.EWOULDBLOCK:
+            raise CheckpointError(f"{final}: another process is writing it") from error
 
 
 def seal(final: Path) -> None:
@@ -213,7 +235,8 @@ def remove(folder: Path) -> None:
 
 
 def _delete(path: Path, ignore_errors: bool = False) -> None:
-    path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors)
+    is_folder = path.is_dir() and not path.is_symlink()
+    shutil.rmtree(path, ignore_errors) if is_folder else path.unlink(missing_ok=True)
 
 
 def _sizes(folder: Path) -> dict[str, int]:

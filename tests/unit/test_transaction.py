@@ -60,6 +60,20 @@ def test_a_folder_that_is_written(tmp_path: Path) -> None:
     assert not left.exists()
 
 
+def test_a_folder_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
+    """Two exports to one folder: half of each would be published, and both say that it is done."""
+    final = tmp_path / "model"
+    with transaction.writing(final) as staging:
+        (staging / "weights").write_text("one")
+        with (
+            pytest.raises(CheckpointError, match="model: another process is writing it"),
+            transaction.writing(final) as other,
+        ):
+            (other / "weights").write_text("another")
+    assert [(path.name, path.read_text()) for path in final.iterdir()] == [("weights", "one")]
+    assert list(tmp_path.iterdir()) == [final]
+
+
 def test_what_a_killed_write_has_left_goes(tmp_path: Path) -> None:
     """It might be uploaded with the model."""
     write, left = files.os.fsync, tmp_path / "README.md"
