@@ -12,6 +12,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -118,6 +119,11 @@ def require(extra: str, what: str, *modules: str) -> None:
         raise ConfigError(f"{needs}. Fix: pip install 'accel_ft[{extra}]'")
 
 
+def printable(text: str) -> str:
+    """Return a text without what steers a terminal, which labels and names of files may hold."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
 def in_one_line(error: BaseException) -> str:
     """Return what an error says, in one line, as far as a message has room for it."""
     words = " ".join(str(error).split()) or repr(error)
@@ -157,7 +163,8 @@ def run_command(main: Callable[[], None]) -> None:
                 sys.exit(EXIT_PREEMPTED)
         _let_rank_0_speak_first()
         with contextlib.suppress(OSError):  # it may be gone; the exit code is not
-            print("\n".join([words, *getattr(error, "__notes__", [])]), file=sys.stderr, flush=True)
+            told = "\n".join([words, *getattr(error, "__notes__", [])])
+            print(printable(told), file=sys.stderr, flush=True)
         sys.exit(getattr(error, "exit_code", EXIT_USER_ERROR))
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr, flush=True)

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import re
+import reprlib
 import sys
 import typing
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -227,7 +228,11 @@ def checked(
 def _told(item: Any) -> Any:
     """The value that is wrong, where it is no table."""
     given = item["input"]
-    is_short = isinstance(given, str) or (len(str(given)) <= LONGEST and "\n" not in str(given))
+    is_short = isinstance(given, str) or (
+        len(reprlib.repr(given)) <= LONGEST  # first: a YAML's aliases may stand for any amount
+        and len(str(given)) <= LONGEST
+        and "\n" not in str(given)
+    )
     return given if is_short else f"a {type(given).__name__}"
 
 
@@ -267,8 +272,9 @@ def run_settings(values: dict[str, Any]) -> dict[str, Any]:
     if run is None:
         return {}
     settings = read_settings(run / "config.yaml")
-    replaced = ROW_KEYS | {"max_eval_samples"} if _named_rows(values) else ()
-    return {key: value for key, value in settings.items() if key not in replaced}
+    replaced = ROW_KEYS | {"max_eval_samples"} if _named_rows(values) else set()
+    known = TrainConfig.model_fields.keys() - replaced  # not where a command writes
+    return {key: value for key, value in settings.items() if key in known}
 
 
 def settings_to_reproduce(values: dict[str, Any]) -> dict[str, Any]:
@@ -286,7 +292,8 @@ def settings_to_reproduce(values: dict[str, Any]) -> dict[str, Any]:
     if "dataset_name" in named:
         dropped |= FILE_KEYS
     output_dir = folder.with_name(f"{folder.name}_again")
-    kept = {key: value for key, value in settings.items() if key not in dropped}
+    known = TrainConfig.model_fields.keys() - dropped  # not where the doctor writes
+    kept = {key: value for key, value in settings.items() if key in known}
     return kept | {"output_dir": output_dir}
 
 

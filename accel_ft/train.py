@@ -147,9 +147,14 @@ def _watched(config: TrainConfig, accelerator: Any) -> Iterator[Any]:
 def _own(config: TrainConfig, lock: Path) -> Iterator[Callable[[], None]]:
     """Lock the run's folder; one that holds a run is only touched by a resume."""
     from accel_ft.checkpoint.transaction import list_published
-    from accel_ft.runtime.files import locked, remove_unfinished
+    from accel_ft.runtime.files import locked, refuse_links, remove_unfinished
 
     folder = config.output_dir
+    inside = [path for place in (lock.parent, folder / "model") for path in place.glob("*")]
+    refuse_links(lock.parent, folder / "metrics.jsonl", *inside)
+    checkpoints = folder / "checkpoints"
+    if (checkpoints.resolve().parent / "receipt.json").exists():
+        refuse_links(checkpoints)  # to those of another run; to another disk it may lead
     with locked(folder, lock) as check:
         for place in (folder, folder / "model"):
             remove_unfinished(place)

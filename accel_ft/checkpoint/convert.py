@@ -87,11 +87,13 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     if not is_sharded(folder):
         return load_file(folder / WEIGHTS)
     reader = FileSystemReader(folder / SHARDED_WEIGHTS)
-    weights = {
-        name.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    weights = {}
+    for name, entry in reader.read_metadata().state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
+                raise ValueError(f"{name} is not there as a whole")
+            kind = entry.properties.dtype  # zeros: what no chunk fills is not what memory held
+            weights[name.removeprefix("model.")] = torch.zeros(entry.size, dtype=kind)
     _load_shards({"model": weights}, folder / SHARDED_WEIGHTS)
     return weights
 

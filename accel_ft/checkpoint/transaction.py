@@ -161,7 +161,7 @@ def verify(folder: Path) -> None:
     try:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
         entries = dict(json.loads(text)["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         _reraise_unless_damage(error, folder / MANIFEST)
         words = f"is no checkpoint, or a damaged one: no readable {MANIFEST} ({error})"
         raise CheckpointError(f"{folder}: {words}") from error
@@ -259,6 +259,6 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _entry(path: Path) -> dict[str, int | str]:
-    if path.is_symlink():
-        raise CheckpointError(f"{path}: is a symbolic link; a checkpoint holds plain files only")
+    if path.is_symlink() or (path.exists() and not path.is_file()):  # a pipe would be waited for
+        raise CheckpointError(f"{path}: is a link or a pipe; a checkpoint holds plain files only")
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}

@@ -34,12 +34,17 @@ METADATA_NAMES = {
 
 class _StandIn:
     def __init__(self, *args: Any) -> None:
-        pass
+        if args and type(self).__name__ == "_StorageInfo":  # attributes that are not seen here
+            raise pickle.UnpicklingError("_StorageInfo is made of arguments")
 
     def __setstate__(self, state: Any) -> None:
-        """All that BUILD can do, and to an object alone: of a class, `self` is missing."""
+        """What BUILD does, and to an object alone: of a class, `self` is missing. A pair would set
+        attributes, too; TensorProperties, of which none is looked at, takes a tuple.
+        """
         if isinstance(state, dict):
             self.__dict__.update(state)
+        elif type(self).__name__ != "TensorProperties":
+            raise pickle.UnpicklingError(f"{type(self).__name__} is built of a {type(state)}")
 
 
 class _Member(_StandIn):
@@ -68,14 +73,16 @@ def refuse_code(folder: Path) -> None:
         CheckpointError: naming the file that would run code.
     """
     strange = [*folder.glob("custom_checkpoint_*.pkl")]  # objects registered with accelerate
-    strange += folder.glob("*/__*.metadata")  # of one rank; taken where the whole one is missing
+    strange += folder.rglob("__*.metadata")  # of one rank; taken where the whole one is missing
     for path in strange:
         raise CheckpointError(f"{folder}: {path.relative_to(folder)} does not belong into it")
-    for metadata in folder.glob("*/.metadata"):
+    for metadata in folder.rglob(
+        ".metadata"
+    ):  # in the folder itself, too, after whose name it goes
         try:
             _check_shards(metadata)
         except Exception as error:  # a broken pickle fails in any way
-            name = metadata.relative_to(folder).parent
+            name = metadata.relative_to(folder)
             raise CheckpointError(f"{folder}: {name} is not safe to load: {error}") from error
 
 
@@ -85,6 +92,8 @@ def _check_shards(path: Path) -> None:
     if type(metadata).__name__ != "Metadata":
         raise CheckpointError("its .metadata is none")
     kinds = {name: type(entry).__name__ for name, entry in metadata.state_dict_metadata.items()}
+    if not all(isinstance(name, str) for name in kinds):  # others may be equal there, not here
+        raise CheckpointError("it holds names that are no text")
     for index, info in metadata.storage_data.items():
         if not re.fullmatch(r"__\d+_\d+\.distcp", info.relative_path):
             raise CheckpointError(f"{info.relative_path!r} is no file of it")

@@ -104,6 +104,17 @@ def provenance(name: str) -> dict[str, str]:
     return {path.name: sha256(path) for path in files}
 
 
+def _refuse_words_elsewhere(folder: str, key: str) -> None:
+    """Refuse a tokenizer that would make words of any file here, and be saved with them."""
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    with fetching(key, folder):
+        told = get_tokenizer_config(folder)
+        for name in ("vocab", "merges", "vocab_file", "merges_file"):
+            if isinstance(told.get(name), str) and Path(told[name]).exists():
+                raise ValueError(f"its tokenizer_config.json takes {told[name]!r} for its {name}")
+
+
 def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
     """Load the tokenizer of a resolved model.
 
@@ -112,6 +123,7 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
     """
     from transformers import AutoTokenizer
 
+    _refuse_words_elsewhere(folder, key)
     try:
         tokenizer = _from_pretrained(key, folder, AutoTokenizer.from_pretrained)
     except ConfigError as error:

@@ -1,6 +1,7 @@
 """Runs -> one self-contained report.html, and its pictures as PNGs."""
 
 import base64
+import io
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -52,11 +53,12 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
     (output / "report").mkdir(parents=True, exist_ok=True)
     images = {}
     for name, figure in pictures.items():
-        file = output / "report" / f"{name}.png"
+        file, image = output / "report" / f"{name.replace('/', '_')}.png", io.BytesIO()
         with warnings.catch_warnings():  # a font without a label's letters: the page has them
             warnings.filterwarnings("ignore", "Glyph")
-            figure.savefig(file, dpi=DPI)
-        images[name] = base64.b64encode(file.read_bytes()).decode()
+            figure.savefig(image, dpi=DPI)
+        write_whole(file, image.getbuffer())
+        images[name] = base64.b64encode(image.getbuffer()).decode()
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     page = jinja2.Template(template, autoescape=True, trim_blocks=True).render(
         runs=shown, images=images, curves=curves, text=_text, shortened=_shortened,

@@ -1,6 +1,7 @@
 """torch.compile, as accelerate's YAML or command asks for it: `dynamo_config`."""
 
 import os
+from pathlib import Path
 
 import torch
 from accelerate.utils import parse_flag_from_env
@@ -66,7 +67,7 @@ def configure(mixed_precision: str) -> None:
     error, and float32 stays float32.
 
     Raises:
-        LaunchError: torch has no such backend.
+        LaunchError: torch has no such backend, or another user's cache would be run.
     """
     backend = dynamo_settings()[0]
     if backend.lower() not in torch._dynamo.list_backends(()):
@@ -74,6 +75,7 @@ def configure(mixed_precision: str) -> None:
         raise LaunchError(
             f"dynamo_backend: {backend}: torch has none of that name here. Allowed: {allowed}"
         )
+    _refuse_cache_of_another()
     torch._dynamo.config.recompile_limit = COMPILATIONS
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # not on in eager mode, unsaid
     if not compiles_each_width():
@@ -84,6 +86,20 @@ def configure(mixed_precision: str) -> None:
         inductor.shape_padding = False
     if mixed_precision == "no":
         torch.backends.cuda.matmul.allow_tf32 = False  # which accelerate has just set
+
+
+def _refuse_cache_of_another() -> None:
+    """Inductor runs what its cache holds, whoever has made the folder of that name in /tmp."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    place = Path(default_cache_dir())
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # where it is, the user has said
+        place.mkdir(mode=0o700, exist_ok=True)
+        if place.stat().st_uid != os.getuid():
+            raise LaunchError(
+                f"{place}: is another user's, and what it holds would be run. Fix: set "
+                "TORCHINDUCTOR_CACHE_DIR to a folder of your own"
+            )
 
 
 def start_compile_workers() -> None:

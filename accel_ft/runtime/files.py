@@ -28,8 +28,9 @@ LOCK_SECONDS = 30.0  # a run that was told to stop may still be saving
 def write_whole(path: Path, content: str | bytes | memoryview) -> None:
     """Replace a file's content; a reader, or a kill, never meets half of it."""
     staging = path.with_name(f".{path.name}{STAGED}{os.getpid()}")
+    staging.unlink(missing_ok=True)  # where others may write, somebody's link
     try:
-        with staging.open("wb") as file:
+        with staging.open("xb") as file:
             if isinstance(content, str):  # a file's name in it may be no UTF-8
                 content = content.encode(errors="backslashreplace")
             file.write(content)
@@ -64,8 +65,9 @@ def writing(name: str) -> Iterator[Any]:
     staging = final.with_name(f".{final.name}{STAGED}{os.getpid()}")
     if final.exists():
         final.open("a").close()  # may it be written?
+    staging.unlink(missing_ok=True)  # where others may write, somebody's link
     try:
-        with staging.open("w", **how) as file:
+        with staging.open("x", **how) as file:
             if final.exists():
                 staging.chmod(final.stat().st_mode & 0o777)
             yield file
@@ -77,6 +79,18 @@ def writing(name: str) -> Iterator[Any]:
         shutil.move(staging, final, shutil.copyfile)  # a copy, where it is a mount of its own
     finally:
         staging.unlink(missing_ok=True)
+
+
+def refuse_links(*paths: Path) -> None:
+    """Refuse links where something is to be written: they may lead anywhere, in a folder that came
+    from somebody else.
+
+    Raises:
+        ConfigError: naming the link.
+    """
+    for path in paths:
+        if path.is_symlink():
+            raise ConfigError(f"{path}: is a link to {path.readlink()}. Fix: remove it")
 
 
 def remove_unfinished(folder: Path, name: str = "*") -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from accel_ft.errors import CheckpointError
+from accel_ft.errors import CheckpointError, printable
 from accel_ft.runtime.files import fsync, to_json, write_whole
 
 MEASURED = ("train", "eval", "test")  # events of what a run computes; the others are its timeline
@@ -46,7 +46,7 @@ class _TqdmHandler(logging.Handler):
     """Writes a message above a running progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=TERMINAL)
+        tqdm.write(printable(self.format(record)), file=TERMINAL)
 
 
 class _Collector(logging.Handler):
@@ -166,7 +166,7 @@ def read_events(path: Path, kind: str | None = None) -> Iterator[dict[str, Any]]
         for line in lines:
             try:
                 event = json.loads(line)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 continue
             is_event = isinstance(event, dict) and {"event", "step"} <= event.keys()
             if is_event and kind in (None, event["event"]):

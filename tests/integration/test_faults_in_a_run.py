@@ -41,6 +41,7 @@ from accel_ft.errors import (
     Preempted,
     RankError,
     UserError,
+    run_command,
 )
 from accel_ft.model import load
 from accel_ft.runtime import files
@@ -623,6 +624,41 @@ def test_links_in_the_folder_of_a_run(words: list[str], tmp_path: Path) -> None:
     names = {path.name for path in (run / "checkpoints").iterdir()}
     assert names >= {"step_00000018"}
     assert not [name for name in names if name.startswith(".staging")]
+
+
+@pytest.mark.parametrize(
+    "name", ["ranks/rank_00000.log", "metrics.jsonl", "model/vocab.txt", "checkpoints", "ranks"]
+)
+def test_links_in_somebody_elses_run(words: list[str], tmp_path: Path, name: str) -> None:
+    """What a resume writes would be written to where they lead: a file of keys, another run."""
+    run, mine = tmp_path / "run", tmp_path / "mine"
+    (run / "model").mkdir(parents=True)
+    (run / name).parent.mkdir(exist_ok=True)
+    (mine / name).mkdir(parents=True)
+    (mine / "receipt.json").touch()
+    (run / name).symlink_to(mine / name)
+    with pytest.raises(ConfigError, match=f"run/{name}: is a link to {mine}/.*Fix: remove it"):
+        train.main([*words, *LATEST])
+    assert [*(mine / name).iterdir()] in ([], [mine / "ranks/lock"])
+    if name == "checkpoints":  # to another disk they may lead
+        (mine / "receipt.json").unlink()
+        (run / "model").rmdir()
+        train.main([*words, *LATEST])
+        assert [*(mine / name).iterdir()]
+
+
+def test_what_would_steer_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Labels and names of files may be somebody else's."""
+
+    def fail() -> None:
+        logging.getLogger("accel_ft").warning("World\x1b[2J\x9b2J of\ttwo\nlines")
+        raise ConfigError("\x1b]0;owned\x07 é")
+
+    setup_logging(True)
+    with pytest.raises(SystemExit):
+        run_command(fail)
+    told = capsys.readouterr().err
+    assert told == "World\\x1b[2J\\x9b2J of\ttwo\nlines\nerror: \\x1b]0;owned\\x07 é\n"
 
 
 def test_bytes_that_are_no_text_at_the_end_of_the_log(words: list[str], tmp_path: Path) -> None:

@@ -448,6 +448,23 @@ def test_files_of_a_run_are_read_as_they_are(
         read_record(tmp_path / "run")
 
 
+def test_the_pictures_of_somebody_elses_run_stay_in_it(words: list[str], tmp_path: Path) -> None:
+    """Metrics' names are those of files, and what lies there may be a link."""
+    train.main([*words, "--max_steps", "2", "--eval_steps", "1"])
+    run, mine = tmp_path / "run", tmp_path / "mine.png"
+    mine.write_text("precious")
+    (run / "report/eval_").mkdir(parents=True)
+    (run / "report/train_loss.png").symlink_to(mine)
+    with (run / "metrics.jsonl").open("a") as log:
+        for step in (1, 2):
+            print(json.dumps({"event": "eval", "step": step, "eval_/../../../mine": 0.5}), file=log)
+    report.main([str(run)])
+    assert mine.read_text() == "precious"
+    pictures = {path.name for path in (run / "report").iterdir() if path.is_file()}
+    assert pictures >= {"train_loss.png", "eval__.._.._.._mine.png"}
+    assert not (run / "report/train_loss.png").is_symlink()
+
+
 def test_a_metric_that_is_no_number_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     """What comes after it is still done: the push, and the comparison of `--reproduce`."""
     config = TrainConfig(problem_type="regression", push_to_hub=False)

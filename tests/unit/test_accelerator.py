@@ -89,6 +89,22 @@ def test_a_dynamic_width_is_not_bounded_by_its_padding(monkeypatch: pytest.Monke
         assert not torch._inductor.config.shape_padding
 
 
+def test_a_cache_of_another_user_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor.runtime import cache_dir_utils
+
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr(cache_dir_utils, "default_cache_dir", lambda: str(tmp_path / "cache"))
+    compiled._refuse_cache_of_another()
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(compiled.os, "getuid", lambda: os.stat(tmp_path).st_uid + 1)
+    with pytest.raises(LaunchError, match="cache: is another user's, and what it holds would be"):
+        compiled._refuse_cache_of_another()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # named by the user
+    compiled._refuse_cache_of_another()
+
+
 COMPILE_WORKERS = """
 import os, signal, time
 from accel_ft.runtime.compiled import start_compile_workers

@@ -335,6 +335,28 @@ def test_no_arguments_is_the_ag_news_job() -> None:
     assert file == train_config().resolved(**meant)
 
 
+def test_a_run_does_not_say_where_commands_write(tmp_path: Path) -> None:
+    """It may be somebody else's."""
+    run = tmp_path / "run"
+    (run / "model").mkdir(parents=True)
+    (run / "receipt.json").touch()
+    (run / "config.yaml").write_text("output: ~/.bashrc\njson: ~/.bashrc\nseed: 1\n")
+    assert run_settings({"checkpoint": str(run)}) == {"seed": 1}
+    again = settings_to_reproduce({"reproduce": str(run)})
+    assert again == {"seed": 1, "output_dir": tmp_path / "run_again"}
+
+
+def test_a_yaml_that_grows_in_the_reading(tmp_path: Path) -> None:
+    """Ten lists of ten lists of ten ...: a message with all of it would fill the memory."""
+    lines = [
+        "a0: &a0 x",
+        *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 30)),
+    ]
+    (tmp_path / "job.yaml").write_text("\n".join([*lines, "seed: *a29"]))
+    with pytest.raises(ConfigError, match=r"seed=a list \(.*job.yaml, line 31\): "):
+        train_config("--config", str(tmp_path / "job.yaml"))
+
+
 def test_evaluate_takes_the_rest_from_the_run(tmp_path: Path) -> None:
     rows = tmp_path / "rows.csv"
     rows.touch()

@@ -3,6 +3,7 @@ import hashlib
 import json
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -392,6 +393,22 @@ def test_an_index_that_leads_out_of_its_folder(tiny_model: Path, tmp_path: Path,
     (tmp_path / name).write_text('{"weight_map": {"a": "../other.bin"}}')
     with pytest.raises(ConfigError, match="index.json names '../other.bin', no file of the folder"):
         load_for_inference(str(tmp_path), load_model_config(str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["vocab", "merges_file"])
+def test_a_tokenizer_that_would_take_any_file_for_words(
+    tiny_model: Path, tmp_path: Path, name: str
+) -> None:
+    """/proc/self/environ, say, which would then be saved, and shared, with the model."""
+    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
+    told = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "words").touch()
+    for file in ("words", "gone"):  # that of another machine is not there
+        told[name] = str(tmp_path / file)
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(told))
+        refused = pytest.raises(ConfigError, match=f"takes '.*words' for its {name}")
+        with refused if file == "words" else nullcontext():
+            load_tokenizer(str(tmp_path))
 
 
 def test_a_tokenizer_that_cannot_pad(tiny_model: Path, tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 import errno
 import json
 import os
+import pickle
 import shutil
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
+from torch.distributed.checkpoint import save as save_shards
 
 from accel_ft.checkpoint import convert, state, transaction
 from accel_ft.checkpoint import open as opening
@@ -72,6 +75,36 @@ def test_a_folder_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
             (other / "weights").write_text("another")
     assert [(path.name, path.read_text()) for path in final.iterdir()] == [("weights", "one")]
     assert list(tmp_path.iterdir()) == [final]
+
+
+def _write(path: Path, text: str) -> None:
+    with files.writing(str(path)) as file:
+        file.write(text)
+
+
+@pytest.mark.parametrize("write", [files.write_whole, _write])
+def test_somebody_elses_link_in_the_place_of_what_is_written(
+    tmp_path: Path, write: Callable[[Path, str], None]
+) -> None:
+    """Of a name that can be foretold, in a folder that others may write to."""
+    (tmp_path / "mine").write_text("precious")
+    (tmp_path / f".out{files.STAGED}{os.getpid()}").symlink_to("mine")
+    write(tmp_path / "out", "new")
+    found = {path.name: (path.read_text(), path.is_symlink()) for path in tmp_path.iterdir()}
+    assert found == {"mine": ("precious", False), "out": ("new", False)}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_sharded_tensor_that_is_not_whole(tmp_path: Path) -> None:
+    """What no shard fills would be what memory held."""
+    shards = tmp_path / convert.SHARDED_WEIGHTS
+    save_shards({"model": {"w": torch.ones(4)}}, checkpoint_id=shards, no_dist=True)
+    assert state.read_weights(tmp_path)["w"].tolist() == [1, 1, 1, 1]
+    metadata = pickle.loads((shards / ".metadata").read_bytes())
+    metadata.state_dict_metadata["model.w"].chunks.clear()
+    (shards / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="model.w is not there as a whole"):
+        state.read_weights(tmp_path)
 
 
 def test_what_a_killed_write_has_left_goes(tmp_path: Path) -> None:
@@ -205,7 +238,9 @@ def test_sealed_before_the_machine_went_down_is_dropped(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "add", "link", "manifest"])
+@pytest.mark.parametrize(
+    "damage", ["flip", "cut", "remove", "add", "link", "pipe", "manifest", "deep manifest"]
+)
 def test_damage_is_found_and_passed_over(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -222,8 +257,11 @@ def test_damage_is_found_and_passed_over(
     elif damage == "link":
         file.rename(tmp_path / "elsewhere")
         file.symlink_to(tmp_path / "elsewhere")
+    elif damage == "pipe":
+        file.unlink()
+        os.mkfifo(file)  # to read it is to wait
     else:
-        (newer / "manifest.json").write_text("{")
+        (newer / "manifest.json").write_text("{" if damage == "manifest" else "[" * 100_000)
     with pytest.raises(CheckpointError, match=str(newer)):
         transaction.verify(newer)
     with caplog.at_level("WARNING"):

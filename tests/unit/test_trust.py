@@ -63,6 +63,52 @@ def test_no_other_attribute(args: tuple[Any, ...], tmp_path: Path) -> None:
         trust.refuse_code(write(tmp_path, Metadata({}, Attribute(*args), {})))
 
 
+class Built:
+    """Pickled as an empty object of a class, and what its state is set to."""
+
+    def __init__(self, kind: type, state: object, *args: object) -> None:
+        self.kind, self.state, self.args = kind, state, args
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.kind, self.args, self.state
+
+
+class Other(str):
+    """Equal to another text once it is unpickled."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MetadataIndex, (), {"fqn": str(self), "offset": None, "index": None}
+
+
+def test_attributes_that_are_set_unseen(tmp_path: Path) -> None:
+    """pickle takes a pair of states, too; and a class its arguments."""
+    whole: dict[str, Any] = {"state_dict_metadata": {}, "storage_data": {}, "planner_data": None}
+    trust.refuse_code(write(tmp_path, Built(Metadata, whole, {})))
+    with pytest.raises(CheckpointError, match="Metadata is built of a <class 'tuple'>"):
+        trust.refuse_code(write(tmp_path, Built(Metadata, (None, whole), {})))
+    place = {"relative_path": "__0_0.distcp", "offset": 0, "length": 1}
+    hidden = Built(_StorageInfo, place, "x", 0, 1, ["zstd"])
+    entries = {"w": TensorProperties()}
+    with pytest.raises(CheckpointError, match="_StorageInfo is made of arguments"):
+        trust.refuse_code(write(tmp_path, Metadata(entries, storage_data={"w": hidden})))
+    with pytest.raises(CheckpointError, match="names that are no text"):
+        trust.refuse_code(write(tmp_path, Metadata({Other("w"): BytesStorageMetadata()})))
+
+
+@pytest.mark.parametrize("place", ["", "shards/inner"])
+def test_metadata_anywhere(tmp_path: Path, place: str) -> None:
+    """accelerate takes the folder itself for shards, if its name is theirs."""
+    (tmp_path / place).mkdir(parents=True, exist_ok=True)
+    (tmp_path / place / ".metadata").write_bytes(pickle.dumps(Attribute(Path, "home")))
+    with pytest.raises(CheckpointError, match=f"{place}.*metadata is not safe to load"):
+        trust.refuse_code(tmp_path)
+    (tmp_path / place / ".metadata").rename(tmp_path / place / "__0.metadata")
+    with pytest.raises(CheckpointError, match="__0.metadata does not belong into it"):
+        trust.refuse_code(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("value", "about", "refused"),
     [
