@@ -76,9 +76,7 @@ def refuse_code(folder: Path) -> None:
     strange += folder.rglob("__*.metadata")  # of one rank; taken where the whole one is missing
     for path in strange:
         raise CheckpointError(f"{folder}: {path.relative_to(folder)} does not belong into it")
-    for metadata in folder.rglob(
-        ".metadata"
-    ):  # in the folder itself, too, after whose name it goes
+    for metadata in folder.rglob(".metadata"):  # its own, too: accelerate goes by its name
         try:
             _check_shards(metadata)
         except Exception as error:  # a broken pickle fails in any way
