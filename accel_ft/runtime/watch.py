@@ -8,7 +8,6 @@ A thread does it all, so that it also works while the main thread waits for anot
 runs a signal handler only between two bytecodes.
 """
 
-import _thread
 import contextlib
 import faulthandler
 import json
@@ -326,7 +325,7 @@ class Watch:
             if number == signal.SIGINT and self.num_ranks == 1 and hasattr(sys, "ps1"):
                 if not self._gives_up:  # a notebook, or a prompt: only the run ends
                     self._gives_up = True
-                    _thread.interrupt_main()
+                    os.kill(os.getpid(), number)  # which wakes a call that waits
                 return
             self._clean_up()
             self._leave(f"{name} again: stopped at once, without saving", 128 + number)

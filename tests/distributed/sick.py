@@ -201,10 +201,10 @@ def probe():
 def late_rank():
     import time
 
-    time.sleep(0.6 * dist.get_rank())
+    time.sleep(1.5 * dist.get_rank())
     broken = order.arrival("wrap", limit_seconds=0.3)
     dist.barrier()
-    return {"broken": broken, "mended": order.arrival("wrap", limit_seconds=0.3)}
+    return {"broken": broken, "mended": order.arrival("wrap", limit_seconds=1.4)}
 
 
 # 8. Accumulation under DDP: all-reduces of each micro-batch.

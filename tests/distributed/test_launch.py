@@ -106,7 +106,9 @@ def test_a_fault_on_two_ranks_is_one_message(words: list[str], tmp_path: Path) -
     rows.write_text("text,label\na goal,Sport\n")
     command = ["-m", "accel_ft.train", *words, "--validation_file", str(rows)]
     message = launch("cpu_ddp.yaml", *command, check=False, seconds=120).stderr
-    assert len([line for line in message.splitlines() if line.startswith("error: ")]) == 1
+    told = [line for line in message.splitlines() if line.startswith("error: ")]
+    echo = "error: rank 0 "  # the other's words, where its end comes before it knows
+    assert len([line for line in told if not line.startswith(echo)]) == 1
     assert "line 2: label 'Sport' is none of these" in message
     assert "[rank1]" not in message
 

@@ -45,7 +45,11 @@ class Ranks:
         before: Callable[[int], None] = lambda rank: None,
     ) -> None:
         self.started = time.monotonic()
-        port = _free_port()
+        # Held, not listening: the system gives it to nobody, and rank 0 may listen there.
+        self.place = socket.socket()
+        self.place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.place.bind(("127.0.0.1", 0))
+        port = self.place.getsockname()[1]
         self.pids: list[int] = []
         for rank in range(num_ranks):
             pid = os.fork()
@@ -67,7 +71,10 @@ class Ranks:
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
                     self.codes[pid] = os.waitstatus_to_exitcode(status)
-        return len(self.codes) == len(self.pids)
+        if len(self.codes) < len(self.pids):
+            return False
+        self.place.close()
+        return True
 
     def wait(self, seconds: float = 120.0) -> list[int]:
         """Return the exit codes by rank; after `seconds` all are killed and TimeoutError is raised."""
@@ -119,9 +126,3 @@ def import_what_ranks_import() -> None:
         if name.split(".")[0] not in ("__main__", "__mp_main__"):
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -220,13 +220,12 @@ def test_a_check_that_fails_itself(tmp_path: Path) -> None:
         "run_command(doctor.main)\n"
     )
     for where in ("early 1", "late 1"):
-        file, begun = tmp_path / "found.json", time.monotonic()
+        file = tmp_path / "found.json"
         done = launch(
             "cpu_ddp.yaml", "--mixed_precision", "no", broken, "--json", file, "--output_dir", tmp_path / "x",
-            env={"BROKEN": where}, check=False,
+            "--ddp_timeout", 600, env={"BROKEN": where}, check=False,
         )  # fmt: skip
-        assert done.returncode == 1
-        assert time.monotonic() - begun < 50  # the ranks' limit is 60
+        assert done.returncode == 1  # in the 240 s of a launch: no rank has waited for its limit
         logs = [
             Path(log).read_text()
             for log in re.findall("Its log: (.+)", done.stderr)
