@@ -155,13 +155,17 @@ def run(
         check=False,
         **kwargs,
     )
-    if check and done.returncode != 0:
-        logs = [Path(log) for log in set(re.findall("Its log: (.+)", done.stderr))]
-        crash = "\n".join(log.read_text()[-4000:] for log in logs if log.is_file())
-        raise AssertionError(
-            f"{command} ended with {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}\n{crash}"
-        )
+    assert done.returncode == 0 or not check, story(
+        command, done.returncode, done.stdout, done.stderr
+    )
     return done
+
+
+def story(command: list[str], code: int | None, stdout: str, stderr: str) -> str:
+    """What a command said that ended, and its ranks' logs."""
+    logs = [Path(log) for log in set(re.findall("Its log: (.+)", stderr))]
+    crash = "\n".join(log.read_text()[-4000:] for log in logs if log.is_file())
+    return f"{command} ended with {code}\n{stdout[-4000:]}\n{stderr[-8000:]}\n{crash}"
 
 
 def launch(config_file: str | None, *words: object, **kwargs) -> subprocess.CompletedProcess[str]:

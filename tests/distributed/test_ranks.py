@@ -10,27 +10,10 @@ from typing import Any
 import pytest
 from conftest import job_words, launch, run_hash, write_rows
 from safetensors.torch import load_file, save_file
+from standing import on_ranks
 
 from accel_ft import evaluate, predict, train
 from accel_ft.errors import DataError
-
-WORKER = Path(__file__).parent / "worker.py"
-
-
-def on_ranks(
-    num_ranks: int,
-    folder: Path,
-    *tasks: dict[str, Any],
-    config: str = "cpu_ddp.yaml",
-    precision: str = "no",
-) -> list[Any]:
-    """Run the tasks on N ranks and return what rank 0 wrote."""
-    folder.mkdir(exist_ok=True)
-    file = folder / f"tasks_{num_ranks}.json"
-    file.write_text(json.dumps(tasks, default=str))
-    # no: the ranks' sums are compared bit by bit or at float32's precision
-    launch(config, "--num_processes", num_ranks, "--mixed_precision", precision, WORKER, file)
-    return json.loads(file.with_suffix(".result").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +36,7 @@ def seen(
         even = job_words(still_model, rows_file, odd_file, folder / f"even_{ranks}")
         auto = job_words(tiny_model, rows_file, odd_file, folder / f"auto_{ranks}")
         results[ranks] = on_ranks(
-            ranks, folder, {"do": "sample_ids", "words": ids}, {"do": "curve", "words": curve},
+            ranks, {"do": "sample_ids", "words": ids}, {"do": "curve", "words": curve},
             {"do": "curve", "words": [*weighted, "--class_weights", "1,5,0.1,2", "--label_smoothing_factor", "0.1"]},
             {"do": "curve", "words": [*even, "--oversampling", "balanced"]},
             {"do": "fitted", "words": auto},
@@ -114,7 +97,7 @@ def test_resume_is_bit_identical(
     words += ["--per_device_train_batch_size", "2"]
     del words[words.index("--output_dir") : words.index("--output_dir") + 2]
     task = {"do": "resume_everywhere", "words": words, "folder": tmp_path, "steps": list(steps)}
-    on_ranks(num_ranks, tmp_path, task)
+    on_ranks(num_ranks, task)
     receipt = json.loads((tmp_path / "whole" / "receipt.json").read_text())
     assert (receipt["strategy"]["num_processes"], receipt["accumulation_steps"]) == (num_ranks, 2)
     whole = run_hash(tmp_path / "whole")

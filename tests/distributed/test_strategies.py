@@ -10,7 +10,7 @@ import torch
 import yaml
 from conftest import ROOT, events_of, job_words, launch, run, write_rows
 from safetensors.torch import load_file
-from test_ranks import on_ranks
+from standing import on_ranks
 
 from accel_ft import evaluate, export
 from accel_ft.checkpoint import convert, transaction
@@ -38,7 +38,7 @@ def on(strategy: str, folder: Path, *tasks: dict[str, Any], precision: str = "no
         settings["use_cpu"], settings["fsdp_config"]["fsdp_sync_module_states"] = True, False
         config = str(folder / config)
         Path(config).write_text(yaml.safe_dump(settings))
-    return on_ranks(ranks, folder, *tasks, config=config, precision=precision)
+    return on_ranks(ranks, *tasks, config=config, precision=precision)
 
 
 class Whole(NamedTuple):

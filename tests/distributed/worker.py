@@ -1,16 +1,21 @@
-"""Started by `accelerate launch` on N ranks with a JSON file of what to do; rank 0 writes what was seen."""
+"""Started by `accelerate launch` on N ranks: does what JSON files in a folder ask for, one after the other; rank 0
+writes what was seen. See standing.py.
+"""
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import shutil
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.state import GradientState
@@ -228,11 +233,19 @@ def main() -> None:
         allow_fsdp1_on_the_cpu()
     if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
         allow_fp16_on_the_cpu()
-    task_file = Path(sys.argv[1])
-    tasks = json.loads(task_file.read_text())
-    results = [globals()[task["do"]](task) for task in tasks]
-    if make_accelerator().is_main_process:
-        task_file.with_suffix(".result").write_text(json.dumps(results))
+    folder, parent = Path(sys.argv[1]), int(sys.argv[2])
+    for number in itertools.count():
+        file = folder / f"{number}.json"
+        while not file.exists():
+            if not psutil.pid_exists(parent):
+                shutil.rmtree(folder, ignore_errors=True)
+            if (folder / "end").exists() or not folder.is_dir():
+                return
+            time.sleep(0.1)
+        results = [globals()[task["do"]](task) for task in json.loads(file.read_text())]
+        if make_accelerator().is_main_process:
+            file.with_suffix(".part").write_text(json.dumps(results))
+            file.with_suffix(".part").rename(file.with_suffix(".result"))
 
 
 if __name__ == "__main__":
