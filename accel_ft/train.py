@@ -151,7 +151,8 @@ def _own(config: TrainConfig, lock: Path) -> Iterator[Callable[[], None]]:
 
     folder = config.output_dir
     inside = [path for place in (lock.parent, folder / "model") for path in place.glob("*")]
-    refuse_links(lock.parent, folder / "metrics.jsonl", *inside)
+    written = ("metrics.jsonl", "report", "trackers", "profile")  # other files are replaced
+    refuse_links(lock.parent, *inside, *(folder / name for name in written))
     checkpoints = folder / "checkpoints"
     if (checkpoints.resolve().parent / "receipt.json").exists():
         refuse_links(checkpoints)  # to those of another run; to another disk it may lead

@@ -90,7 +90,8 @@ def writing(final: Path) -> Iterator[Path]:
     final.parent.mkdir(parents=True, exist_ok=True)
     staging = staging_folder(final)
     staging.mkdir(exist_ok=True)
-    lock = os.open(staging, os.O_RDONLY)  # closed, by a kill as well, it is given back
+    # Closed, by a kill as well, it is given back. A link's folder is not emptied.
+    lock = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         _lock(lock, final)
         try:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from accel_ft.errors import require
 from accel_ft.metrics import by_blocks, confusion_matrix, sigmoid, softmax
 from accel_ft.reporting.record import Record, calibration, intervals, read_record, results
-from accel_ft.runtime.files import write_whole
+from accel_ft.runtime.files import refuse_links, write_whole
 from accel_ft.runtime.logging import MEASURED
 
 MISTAKES_SHOWN, CONFUSIONS_SHOWN, TEXT_SHOWN = 40, 20, 2000
@@ -30,7 +30,7 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
         output: folder for report.html; the PNGs go to report/ in it.
 
     Raises:
-        ConfigError: a folder holds no run, or a library is missing.
+        ConfigError: a folder holds no run, a library is missing, or a link leads elsewhere.
     """
     records = [read_record(folder) for folder in folders]
     if len({record.name for record in records}) < len(records):
@@ -50,6 +50,7 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
         for kind in ("confusion", "reliability", "values"):
             if kind in about:
                 pictures[f"{kind}_{number}"] = getattr(figures, kind)(*about[kind])
+    refuse_links(output / "report")
     (output / "report").mkdir(parents=True, exist_ok=True)
     images = {}
     for name, figure in pictures.items():

@@ -646,7 +646,17 @@ def test_links_in_the_folder_of_a_run(words: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["ranks/rank_00000.log", "metrics.jsonl", "model/vocab.txt", "checkpoints", "ranks"]
+    "name",
+    [
+        "ranks/rank_00000.log",
+        "metrics.jsonl",
+        "model/vocab.txt",
+        "checkpoints",
+        "ranks",
+        "report",
+        "trackers",
+        "profile",
+    ],
 )
 def test_links_in_somebody_elses_run(words: list[str], tmp_path: Path, name: str) -> None:
     """What a resume writes would be written to where they lead: a file of keys, another run."""

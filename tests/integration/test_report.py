@@ -463,6 +463,10 @@ def test_the_pictures_of_somebody_elses_run_stay_in_it(words: list[str], tmp_pat
     pictures = {path.name for path in (run / "report").iterdir() if path.is_file()}
     assert pictures >= {"train_loss.png", "eval__.._.._.._mine.png"}
     assert not (run / "report/train_loss.png").is_symlink()
+    (run / "report").rename(tmp_path / "elsewhere")
+    (run / "report").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="run/report: is a link to .*elsewhere. Fix: remove it"):
+        report.main([str(run)])
 
 
 def test_a_metric_that_is_no_number_is_said(capsys: pytest.CaptureFixture[str]) -> None:

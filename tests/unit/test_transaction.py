@@ -75,6 +75,10 @@ def test_a_folder_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
             (other / "weights").write_text("another")
     assert [(path.name, path.read_text()) for path in final.iterdir()] == [("weights", "one")]
     assert list(tmp_path.iterdir()) == [final]
+    transaction.staging_folder(final).symlink_to(final)  # of somebody else's run
+    with pytest.raises(NotADirectoryError), transaction.writing(final):
+        pass
+    assert (final / "weights").read_text() == "one"
 
 
 def _write(path: Path, text: str) -> None:
