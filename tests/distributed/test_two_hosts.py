@@ -142,7 +142,8 @@ try:
     watch.Watch(root / name.format(rank) / "ranks", rank, 2, 60)
 except ConfigError as error:
     print(error, flush=True)
-os._exit(0) if rank else os.wait()
+rank or os.wait()
+os._exit(0)  # gloo's threads may abort a process at Python's end
 """
 
 

@@ -793,7 +793,7 @@ def test_a_stopped_rank_that_another_has_killed(
     beat = watch._beat | {"rank": 1}
     assert watch._fate_here(beat, 0.001) == ""
     time.sleep(0.01)
-    assert watch._fate_here(beat, 0.001) == "was stopped for 0 s"
+    assert watch._fate_here(beat, 0.001).startswith("was stopped for ")
 
 
 def test_a_crash_is_told_with_its_place(tmp_path: Path) -> None:
