@@ -121,7 +121,8 @@ def require(extra: str, what: str, *modules: str) -> None:
 
 def printable(text: str) -> str:
     """Return a text without what steers a terminal, which labels and names of files may hold."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
+    steering = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"  # and right to left
+    return re.sub(steering, lambda found: ascii(found[0])[1:-1], text)
 
 
 def in_one_line(error: BaseException) -> str:

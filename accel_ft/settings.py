@@ -229,7 +229,8 @@ def _told(item: Any) -> Any:
     """The value that is wrong, where it is no table."""
     given = item["input"]
     is_short = isinstance(given, str) or (
-        len(reprlib.repr(given)) <= LONGEST  # first: a YAML's aliases may stand for any amount
+        # First: a YAML's aliases may stand for any amount, however deep.
+        not (isinstance(given, list | dict) and "..." in reprlib.repr(given))
         and len(str(given)) <= LONGEST
         and "\n" not in str(given)
     )

@@ -150,9 +150,10 @@ def _own(config: TrainConfig, lock: Path) -> Iterator[Callable[[], None]]:
     from accel_ft.runtime.files import locked, refuse_links, remove_unfinished
 
     folder = config.output_dir
-    inside = [path for place in (lock.parent, folder / "model") for path in place.glob("*")]
-    written = ("metrics.jsonl", "report", "trackers", "profile")  # other files are replaced
-    refuse_links(lock.parent, *inside, *(folder / name for name in written))
+    places = [folder / name for name in ("ranks", "model", "trackers", "profile")]
+    inside = [path for place in places for path in place.glob("*")]
+    written = ("ranks", "metrics.jsonl", "report", "trackers", "profile")  # others are replaced
+    refuse_links(*inside, *(folder / name for name in written))
     checkpoints = folder / "checkpoints"
     if (checkpoints.resolve().parent / "receipt.json").exists():
         refuse_links(checkpoints)  # to those of another run; to another disk it may lead

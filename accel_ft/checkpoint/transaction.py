@@ -22,6 +22,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -89,11 +90,13 @@ def writing(final: Path) -> Iterator[Path]:
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     staging = staging_folder(final)
+    if staging.is_symlink():  # its folder is not emptied
+        staging.unlink()
     staging.mkdir(exist_ok=True)
-    # Closed, by a kill as well, it is given back. A link's folder is not emptied.
+    # Closed, by a kill as well, it is given back.
     lock = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        _lock(lock, final)
+        _lock(lock, staging, final)
         try:
             for path in staging.iterdir():  # of a process that was killed
                 _delete(path)
@@ -106,12 +109,16 @@ def writing(final: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def _lock(folder: int, final: Path) -> None:
+def _lock(folder: int, staging: Path, final: Path) -> None:
+    is_ours = True
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:  # some file systems have no locks of folders
-        if error.errno == errno.EWOULDBLOCK:
-            raise CheckpointError(f"{final}: another process is writing it") from error
+        is_ours = error.errno != errno.EWOULDBLOCK
+    with contextlib.suppress(FileNotFoundError):  # published, or removed, since it was opened
+        if is_ours and os.path.samestat(os.fstat(folder), staging.lstat()):
+            return
+    raise CheckpointError(f"{final}: another process is writing it")
 
 
 def seal(final: Path) -> None:
@@ -160,6 +167,8 @@ def verify(folder: Path) -> None:
         CheckpointError: naming what is missing, changed, or not of this folder.
     """
     try:
+        if not stat.S_ISREG((folder / MANIFEST).lstat().st_mode):  # a pipe would be waited for
+            raise ValueError("it is no plain file")
         text = (folder / MANIFEST).read_text(encoding="utf-8")
         entries = dict(json.loads(text)["files"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -261,5 +270,5 @@ def _files(folder: Path) -> list[Path]:
 
 def _entry(path: Path) -> dict[str, int | str]:
     if path.is_symlink() or (path.exists() and not path.is_file()):  # a pipe would be waited for
-        raise CheckpointError(f"{path}: is a link or a pipe; a checkpoint holds plain files only")
+        raise CheckpointError(f"{path}: is no plain file")
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}

@@ -73,10 +73,13 @@ def refuse_code(folder: Path) -> None:
         CheckpointError: naming the file that would run code.
     """
     strange = [*folder.glob("custom_checkpoint_*.pkl")]  # objects registered with accelerate
-    strange += folder.rglob("__*.metadata")  # of one rank; taken where the whole one is missing
+    places = [folder, *(path for path in folder.glob("*") if path.is_dir())]  # links, too
+    # Of one rank; taken where the whole one is missing.
+    strange += [path for place in places for path in place.glob("__*.metadata")]
     for path in strange:
         raise CheckpointError(f"{folder}: {path.relative_to(folder)} does not belong into it")
-    for metadata in folder.rglob(".metadata"):  # its own, too: accelerate goes by its name
+    # Its own, too: accelerate goes by its name.
+    for metadata in [path for place in places for path in place.glob(".metadata")]:
         try:
             _check_shards(metadata)
         except Exception as error:  # a broken pickle fails in any way

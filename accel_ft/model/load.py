@@ -110,9 +110,14 @@ def _refuse_words_elsewhere(folder: str, key: str) -> None:
 
     with fetching(key, folder):
         told = get_tokenizer_config(folder)
-        for name in ("vocab", "merges", "vocab_file", "merges_file"):
-            if isinstance(told.get(name), str) and Path(told[name]).exists():
-                raise ValueError(f"its tokenizer_config.json takes {told[name]!r} for its {name}")
+        named = {name: told.get(name) for name in ("vocab", "merges", "vocab_file", "merges_file")}
+        named |= {f"init_inputs[{n}]": each for n, each in enumerate(told.get("init_inputs") or ())}
+        for name, place in named.items():
+            is_file = isinstance(place, str) and Path(place).exists()
+            if is_file and not Path(place).resolve().is_relative_to(Path(folder).resolve()):
+                raise ValueError(
+                    f"its tokenizer_config.json takes {place!r} for its {name}. Fix: take that out"
+                )
 
 
 def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:

@@ -75,7 +75,8 @@ def configure(mixed_precision: str) -> None:
         raise LaunchError(
             f"dynamo_backend: {backend}: torch has none of that name here. Allowed: {allowed}"
         )
-    _refuse_cache_of_another()
+    if backend == "INDUCTOR":
+        _refuse_cache_of_another()
     torch._dynamo.config.recompile_limit = COMPILATIONS
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # not on in eager mode, unsaid
     if not compiles_each_width():
@@ -93,13 +94,16 @@ def _refuse_cache_of_another() -> None:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     place = Path(default_cache_dir())
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # where it is, the user has said
-        place.mkdir(mode=0o700, exist_ok=True)
-        if place.stat().st_uid != os.getuid():
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:  # where it is, the user has said
+        return
+    try:
+        place.mkdir(mode=0o700)
+    except FileExistsError:
+        if place.lstat().st_uid != os.getuid():
             raise LaunchError(
                 f"{place}: is another user's, and what it holds would be run. Fix: set "
                 "TORCHINDUCTOR_CACHE_DIR to a folder of your own"
-            )
+            ) from None
 
 
 def start_compile_workers() -> None:

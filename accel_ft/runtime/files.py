@@ -28,8 +28,8 @@ LOCK_SECONDS = 30.0  # a run that was told to stop may still be saving
 def write_whole(path: Path, content: str | bytes | memoryview) -> None:
     """Replace a file's content; a reader, or a kill, never meets half of it."""
     staging = path.with_name(f".{path.name}{STAGED}{os.getpid()}")
-    staging.unlink(missing_ok=True)  # where others may write, somebody's link
     try:
+        staging.unlink(missing_ok=True)  # where others may write, somebody's link
         with staging.open("xb") as file:
             if isinstance(content, str):  # a file's name in it may be no UTF-8
                 content = content.encode(errors="backslashreplace")
@@ -65,8 +65,8 @@ def writing(name: str) -> Iterator[Any]:
     staging = final.with_name(f".{final.name}{STAGED}{os.getpid()}")
     if final.exists():
         final.open("a").close()  # may it be written?
-    staging.unlink(missing_ok=True)  # where others may write, somebody's link
     try:
+        staging.unlink(missing_ok=True)  # where others may write, somebody's link
         with staging.open("x", **how) as file:
             if final.exists():
                 staging.chmod(final.stat().st_mode & 0o777)

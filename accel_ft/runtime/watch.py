@@ -325,7 +325,9 @@ class Watch:
             if number == signal.SIGINT and self.num_ranks == 1 and hasattr(sys, "ps1"):
                 if not self._gives_up:  # a notebook, or a prompt: only the run ends
                     self._gives_up = True
-                    os.kill(os.getpid(), number)  # which wakes a call that waits
+                    main = threading.main_thread().ident
+                    assert main is not None
+                    signal.pthread_kill(main, number)  # which wakes a sleep
                 return
             self._clean_up()
             self._leave(f"{name} again: stopped at once, without saving", 128 + number)

@@ -17,7 +17,7 @@ MOST = 12  # ranks that stand at a time; each holds half a gigabyte
 
 
 class Standing:
-    """A launch of worker.py, whose ranks end when this process has."""
+    """A launch of worker.py. Its ranks end when their file of tests does, or this process."""
 
     def __init__(self, num_ranks: int, config: str, precision: str) -> None:
         self.num_ranks, self.count = num_ranks, 0
@@ -51,12 +51,19 @@ class Standing:
         try:
             self.launcher.wait(30)
         except subprocess.TimeoutExpired:
-            self.launcher.terminate()
-            self.launcher.wait(60)
+            self.launcher.kill()  # its ranks end with it, or as they miss their folder
+            self.launcher.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 standing: dict[tuple[int, str, str], Standing] = {}  # the one that was used last comes last
+
+
+def end_all() -> None:
+    for each in standing.values():
+        (each.folder / "end").touch()
+    while standing:
+        standing.popitem()[1].end()
 
 
 def on_ranks(
@@ -67,9 +74,10 @@ def on_ranks(
     Without mixed precision, sums of ranks are compared bit by bit or at float32's precision.
     """
     key = (num_ranks, Path(config).read_text() if "/" in config else config, precision)
-    ranks = standing.pop(key, None) or Standing(num_ranks, config, precision)
+    ranks = standing.pop(key, None)
     while standing and sum(each.num_ranks for each in standing.values()) + num_ranks > MOST:
         standing.pop(next(iter(standing))).end()
+    ranks = ranks or Standing(num_ranks, config, precision)
     try:
         found = ranks.do(tasks)
     except BaseException:

@@ -352,9 +352,10 @@ def test_a_yaml_that_grows_in_the_reading(tmp_path: Path) -> None:
         "a0: &a0 x",
         *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 30)),
     ]
-    (tmp_path / "job.yaml").write_text("\n".join([*lines, "seed: *a29"]))
-    with pytest.raises(ConfigError, match=r"seed=a list \(.*job.yaml, line 31\): "):
-        train_config("--config", str(tmp_path / "job.yaml"))
+    for value in ("*a29", "[[[[[[[[*a29]]]]]]]]"):
+        (tmp_path / "job.yaml").write_text("\n".join([*lines, f"seed: {value}"]))
+        with pytest.raises(ConfigError, match=r"seed=a list \(.*job.yaml, line 31\): "):
+            train_config("--config", str(tmp_path / "job.yaml"))
 
 
 def test_evaluate_takes_the_rest_from_the_run(tmp_path: Path) -> None:

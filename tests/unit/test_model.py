@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from accel_ft.config import TrainConfig
 from accel_ft.errors import CheckpointError, ConfigError
 from accel_ft.model.load import (
+    _refuse_words_elsewhere,
     check_max_seq_length,
     check_trainable,
     drops_attention,
@@ -395,20 +396,30 @@ def test_an_index_that_leads_out_of_its_folder(tiny_model: Path, tmp_path: Path,
         load_for_inference(str(tmp_path), load_model_config(str(tmp_path)))
 
 
-@pytest.mark.parametrize("name", ["vocab", "merges_file"])
+@pytest.mark.parametrize("name", ["vocab", "merges_file", "init_inputs"])
 def test_a_tokenizer_that_would_take_any_file_for_words(
     tiny_model: Path, tmp_path: Path, name: str
 ) -> None:
     """/proc/self/environ, say, which would then be saved, and shared, with the model."""
     shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
     told = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "words").touch()
-    for file in ("words", "gone"):  # that of another machine is not there
-        told[name] = str(tmp_path / file)
+    (tmp_path.parent / "words").touch()
+    for place in (
+        tmp_path.parent / "words",
+        tmp_path / "vocab.txt",
+        tmp_path / "of another machine",
+    ):
+        told[name] = [str(place)] if name == "init_inputs" else str(place)
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(told))
-        refused = pytest.raises(ConfigError, match=f"takes '.*words' for its {name}")
-        with refused if file == "words" else nullcontext():
-            load_tokenizer(str(tmp_path))
+        refused = pytest.raises(
+            ConfigError, match=f"takes '.*words' for its {name}.*Fix: take that"
+        )
+        with refused if place.name == "words" else nullcontext():
+            _refuse_words_elsewhere(str(tmp_path), "model_name_or_path")
+    told[name] = [str(tmp_path.parent / "words")] if name == "init_inputs" else str(tmp_path.parent / "words")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(told))
+    with pytest.raises(ConfigError, match="Fix: take that out"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_a_tokenizer_that_cannot_pad(tiny_model: Path, tmp_path: Path) -> None:

@@ -63,7 +63,9 @@ def test_a_folder_that_is_written(tmp_path: Path) -> None:
     assert not left.exists()
 
 
-def test_a_folder_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
+def test_a_folder_is_written_by_one_process_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two exports to one folder: half of each would be published, and both say that it is done."""
     final = tmp_path / "model"
     with transaction.writing(final) as staging:
@@ -76,9 +78,24 @@ def test_a_folder_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
     assert [(path.name, path.read_text()) for path in final.iterdir()] == [("weights", "one")]
     assert list(tmp_path.iterdir()) == [final]
     transaction.staging_folder(final).symlink_to(final)  # of somebody else's run
-    with pytest.raises(NotADirectoryError), transaction.writing(final):
+    with transaction.writing(tmp_path / "model") as staging:
+        assert (final / "weights").read_text() == "one"
+        (staging / "weights").write_text("another")
+    assert (final / "weights").read_text() == "another"
+    flock = transaction.fcntl.flock
+
+    def late(*given: int) -> None:  # another process has published it since, and begun anew
+        staging.rename(tmp_path / "published")
+        staging.mkdir()
+        flock(*given)
+
+    monkeypatch.setattr(transaction.fcntl, "flock", late)
+    with (
+        pytest.raises(CheckpointError, match="another process is writing it"),
+        transaction.writing(final),
+    ):
         pass
-    assert (final / "weights").read_text() == "one"
+    assert staging.is_dir()
 
 
 def _write(path: Path, text: str) -> None:
@@ -243,7 +260,18 @@ def test_sealed_before_the_machine_went_down_is_dropped(
 
 
 @pytest.mark.parametrize(
-    "damage", ["flip", "cut", "remove", "add", "link", "pipe", "manifest", "deep manifest"]
+    "damage",
+    [
+        "flip",
+        "cut",
+        "remove",
+        "add",
+        "link",
+        "pipe",
+        "manifest",
+        "deep manifest",
+        "manifest a pipe",
+    ],
 )
 def test_damage_is_found_and_passed_over(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
@@ -264,6 +292,9 @@ def test_damage_is_found_and_passed_over(
     elif damage == "pipe":
         file.unlink()
         os.mkfifo(file)  # to read it is to wait
+    elif damage == "manifest a pipe":
+        (newer / "manifest.json").unlink()
+        os.mkfifo(newer / "manifest.json")
     else:
         (newer / "manifest.json").write_text("{" if damage == "manifest" else "[" * 100_000)
     with pytest.raises(CheckpointError, match=str(newer)):

@@ -97,10 +97,15 @@ def test_attributes_that_are_set_unseen(tmp_path: Path) -> None:
         trust.refuse_code(write(tmp_path, Metadata({Other("w"): BytesStorageMetadata()})))
 
 
-@pytest.mark.parametrize("place", ["", "shards/inner"])
+@pytest.mark.parametrize("place", ["", "shards", "link"])
 def test_metadata_anywhere(tmp_path: Path, place: str) -> None:
-    """accelerate takes the folder itself for shards, if its name is theirs."""
-    (tmp_path / place).mkdir(parents=True, exist_ok=True)
+    """accelerate takes the folder itself for shards, if its name is theirs; torch follows links."""
+    tmp_path = tmp_path / "checkpoint"
+    tmp_path.mkdir()
+    if place == "link":
+        (tmp_path.parent / "elsewhere").mkdir()
+        (tmp_path / "link").symlink_to("../elsewhere")
+    (tmp_path / place).mkdir(exist_ok=True)
     (tmp_path / place / ".metadata").write_bytes(pickle.dumps(Attribute(Path, "home")))
     with pytest.raises(CheckpointError, match=f"{place}.*metadata is not safe to load"):
         trust.refuse_code(tmp_path)
