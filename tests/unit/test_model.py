@@ -416,7 +416,8 @@ def test_a_tokenizer_that_would_take_any_file_for_words(
         )
         with refused if place.name == "words" else nullcontext():
             _refuse_words_elsewhere(str(tmp_path), "model_name_or_path")
-    told[name] = [str(tmp_path.parent / "words")] if name == "init_inputs" else str(tmp_path.parent / "words")
+    words = str(tmp_path.parent / "words")
+    told[name] = [words] if name == "init_inputs" else words
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(told))
     with pytest.raises(ConfigError, match="Fix: take that out"):
         load_tokenizer(str(tmp_path))
