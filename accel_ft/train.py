@@ -182,7 +182,7 @@ def _lacks_card(config: TrainConfig) -> bool:
     """Whether there is a model without a card, or with one that names no repository."""
     card = config.output_dir / "model" / "README.md"
     if not card.is_file():
-        return card.parent.is_dir()
+        return card.parent.is_dir() and not card.parent.is_symlink()  # it may lead anywhere
     is_own = 'model="."' in card.read_text(encoding="utf-8", errors="replace")  # not a user's
     return is_own and config.push_to_hub
 

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from accel_ft import train
 from accel_ft.checkpoint import state, transaction
+from accel_ft.config import TrainConfig
 from accel_ft.data import loader
 from accel_ft.engine import end, evaluation, loop
 from accel_ft.engine import nonfinite as handling
@@ -671,6 +672,12 @@ def test_links_in_somebody_elses_run(words: list[str], tmp_path: Path, name: str
     with pytest.raises(ConfigError, match=f"run/{name}: is a link to {mine}/.*Fix: remove it"):
         train.main([*words, *LATEST])
     assert [*(mine / name).iterdir()] == []
+    (run / "model").rename(run / "whole")
+    (run / "model").symlink_to(mine)  # of a run that has ended, say: it gets no card there
+    assert not train._lacks_card(TrainConfig(output_dir=run))
+    (run / "model").unlink()
+    (run / "whole").rename(run / "model")
+    assert train._lacks_card(TrainConfig(output_dir=run))
     if name == "checkpoints":  # to another disk they may lead
         (mine / "receipt.json").unlink()
         (run / "model").rmdir()
@@ -683,13 +690,13 @@ def test_what_would_steer_a_terminal(capsys: pytest.CaptureFixture[str]) -> None
 
     def fail() -> None:
         logging.getLogger("accel_ft").warning("World\x1b[2J\x9b2J of\ttwo\nlines")
-        raise ConfigError("\x1b]0;owned\x07 é")
+        raise ConfigError("\x1b]0;owned\x07 é\u202e")
 
     setup_logging(True)
     with pytest.raises(SystemExit):
         run_command(fail)
     told = capsys.readouterr().err
-    assert told == "World\\x1b[2J\\x9b2J of\ttwo\nlines\nerror: \\x1b]0;owned\\x07 é\n"
+    assert told == "World\\x1b[2J\\x9b2J of\ttwo\nlines\nerror: \\x1b]0;owned\\x07 é\\u202e\n"
 
 
 def test_bytes_that_are_no_text_at_the_end_of_the_log(words: list[str], tmp_path: Path) -> None:
@@ -1249,6 +1256,7 @@ WORKER_THAT_DIES = """
 import os, sys, time
 from torch.utils.data import get_worker_info
 from accel_ft import train
+from accel_ft.config import TrainConfig
 from accel_ft.data import loader
 
 plain = loader.collate
