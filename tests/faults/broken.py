@@ -1,4 +1,4 @@
-"""accel_ft.train with a fault on one rank, some updates after the start: BROKEN_RANK=1 broken.py ..."""
+"""accel_ft.train with a fault on one rank once the file FAULT exists: BROKEN_RANK=1 FAULT=file broken.py ..."""
 
 import os
 
@@ -6,14 +6,12 @@ from accel_ft.engine import loop
 from accel_ft.errors import run_command
 from accel_ft.train import main
 
-forward, calls = loop.forward, 0
+forward = loop.forward
 
 
 def broken_forward(model, batch):
-    """Fail in the 200th call."""
-    global calls  # noqa: PLW0603
-    calls += 1
-    if calls == 200 and os.environ["RANK"] == os.environ["BROKEN_RANK"]:
+    """Fail once the file is there."""
+    if os.environ["RANK"] == os.environ["BROKEN_RANK"] and os.path.exists(os.environ["FAULT"]):
         raise ValueError("the moon is not made of cheese")
     return forward(model, batch)
 

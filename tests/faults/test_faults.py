@@ -18,7 +18,7 @@ SCENARIOS = (
 
 def run_campaign(*words: str, seconds: float) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key != "HF_HOME"}
-    command = [sys.executable, str(CAMPAIGN), *words]
+    command = [sys.executable, str(CAMPAIGN), "--patience", "3", *words]
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=seconds, check=False
     )
