@@ -292,6 +292,8 @@ class Watch:
                 elif self._old_wakeup >= 0:  # the program's, which learns of it as it would
                     with contextlib.suppress(OSError):  # it is full, or closed
                         os.write(self._old_wakeup, bytes([number]))
+            if self._gives_up and not self._interrupted and not ready:
+                self._wake_main()  # it may have fallen asleep between the signal and its handler
             if self._launcher not in (None, os.getppid()) and not self.stop_signal:
                 self._on_signal(signal.SIGTERM, "the launcher is gone")
             now = time.monotonic()
@@ -325,12 +327,16 @@ class Watch:
             if number == signal.SIGINT and self.num_ranks == 1 and hasattr(sys, "ps1"):
                 if not self._gives_up:  # a notebook, or a prompt: only the run ends
                     self._gives_up = True
-                    main = threading.main_thread().ident
-                    assert main is not None
-                    signal.pthread_kill(main, number)  # which wakes a sleep
+                    self._wake_main()
                 return
             self._clean_up()
             self._leave(f"{name} again: stopped at once, without saving", 128 + number)
+
+    def _wake_main(self) -> None:
+        """Have the main thread raise KeyboardInterrupt, from a sleep too."""
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)
 
     def _leaves_to_python(self, number: int) -> bool:
         """Whether Ctrl-C has nothing to save: one process alone, maybe a notebook, outlives it."""
