@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +45,6 @@ def _heard(monkeypatch: pytest.MonkeyPatch) -> None:
     """caplog hears the package's messages, after a run has set its own handler too, or a doctor its level."""
     monkeypatch.setattr(logging.getLogger("accel_ft"), "propagate", True)
     logging.getLogger("accel_ft").setLevel(logging.INFO)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _none_stand_longer() -> Iterator[None]:
-    """End what a file of tests has launched for several of them: distributed/standing.py."""
-    yield
-    if "standing" in sys.modules:
-        sys.modules["standing"].end_all()
 
 
 def write_rows(path: Path, num_rows: int, seed: int = 0) -> Path:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from conftest import job_words, launch, run_hash, write_rows
+from forked import on_ranks
 from safetensors.torch import load_file, save_file
-from standing import on_ranks
 
 from accel_ft import evaluate, predict, train
 from accel_ft.errors import DataError

@@ -9,8 +9,8 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT, events_of, job_words, launch, run, write_rows
+from forked import on_ranks
 from safetensors.torch import load_file
-from standing import on_ranks
 
 from accel_ft import evaluate, export
 from accel_ft.checkpoint import convert, transaction

@@ -1,25 +1,27 @@
-"""Started by `accelerate launch` on N ranks: does what JSON files in a folder ask for, one after the other; rank 0
-writes what was seen. See standing.py.
+"""Ranks that `on_ranks` asks for: forked from this process, which has the libraries loaded and runs nothing itself, in
+the environment that `accelerate launch` would give them. Half of a launch is imports.
 """
 
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 import shutil
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import psutil
+sys.path[:0] = [str(Path(__file__).parents[1])]
+
 import torch
 from accelerate import Accelerator
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import GradientState
 from accelerate.utils import gather_object
+from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from ranks import MODULES, Ranks, import_what_ranks_import
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -29,7 +31,6 @@ from accel_ft.engine import loop
 from accel_ft.engine.build import build
 from accel_ft.engine.run import Run
 from accel_ft.engine.step import forward
-from accel_ft.errors import run_command
 from accel_ft.model import load
 from accel_ft.runtime import launch
 from accel_ft.runtime.launch import make_accelerator
@@ -227,26 +228,46 @@ def shares(task: dict[str, Any]) -> dict[str, Any]:
     return {"kinds": kinds, "whole": whole, "local": gather_object([local]), "ours": ours}
 
 
-def main() -> None:
+def environment_of(words: list[str]) -> tuple[dict[str, str], bool]:
+    """What `accelerate launch` puts into the environment of its ranks, and whether it starts them as a group."""
+    args = launch_command_parser().parse_args([*words, __file__])
+    args, _, _ = _validate_launch_command(args)
+    if args.use_fsdp or args.multi_gpu:
+        return prepare_multi_gpu_env(args), True
+    return prepare_simple_launcher_cmd_env(args)[1], False
+
+
+def do_tasks(tasks: list[dict[str, Any]], result: Path) -> None:
+    """What each rank does; rank 0 writes what was seen."""
     torch.set_num_threads(1)
     if os.environ.get("FSDP_VERSION") == "1":
         allow_fsdp1_on_the_cpu()
     if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
         allow_fp16_on_the_cpu()
-    folder, parent = Path(sys.argv[1]), int(sys.argv[2])
-    for number in itertools.count():
-        file = folder / f"{number}.json"
-        while not file.exists():
-            if not psutil.pid_exists(parent):
-                shutil.rmtree(folder, ignore_errors=True)
-            if (folder / "end").exists() or not folder.is_dir():
-                return
-            time.sleep(0.1)
-        results = [globals()[task["do"]](task) for task in json.loads(file.read_text())]
-        if make_accelerator().is_main_process:
-            file.with_suffix(".part").write_text(json.dumps(results))
-            file.with_suffix(".part").rename(file.with_suffix(".result"))
+    results = [globals()[task["do"]](task) for task in tasks]
+    if make_accelerator().is_main_process:
+        result.write_text(json.dumps(results))
+
+
+def main() -> None:
+    """Answer each line of the input, in which there are tasks, with a line."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        log, result = Path(asked["log"]), Path(asked["log"]).with_suffix(".json")
+        environment, is_group = environment_of(asked["words"])
+        ranks = Ranks(
+            partial(do_tasks, asked["tasks"], result), asked["num_ranks"], log,
+            before=lambda _, new=environment: os.environ.update(new), is_group=is_group,
+        )  # fmt: skip
+        with contextlib.suppress(TimeoutError):
+            ranks.wait(asked["seconds"])
+        found = result.read_text() if result.exists() and not any(ranks.codes.values()) else "null"
+        print(found, file=answers, flush=True)
+        if MODULES.exists():
+            import_what_ranks_import()
 
 
 if __name__ == "__main__":
-    run_command(main)
+    main()

@@ -31,6 +31,7 @@ import torch
 import transformers  # noqa: F401
 from ranks import Ranks, import_what_ranks_import
 
+from accel_ft import train
 from accel_ft.checkpoint import convert, state, transaction, trust
 from accel_ft.checkpoint.open import open_classifier
 from accel_ft.errors import CheckpointError, UserError
@@ -53,6 +54,16 @@ def check(holds: bool, what: str) -> None:
     """Fail the attempt where something does not hold."""
     if not holds:
         raise Lost(what)
+
+
+def training(words: list[Any], num_ranks: int, log: Path, **kwargs: Any) -> Ranks:
+    """Ranks that train, by a command line of accel_ft.train."""
+
+    def act() -> None:
+        os.environ |= {"ACCELERATE_USE_CPU": "true"} if num_ranks > 1 else {}
+        train.main([str(word) for word in words])
+
+    return Ranks(act, num_ranks, log, **kwargs)
 
 
 class Bench:
@@ -87,7 +98,7 @@ class Bench:
         """Start the job, or go on with it."""
         run.parent.mkdir(exist_ok=True)
         words = self.words(run, "--resume_from_checkpoint", "latest", *more)
-        self.ranks = Ranks(words, num_ranks, run.with_suffix(".log"), **kwargs)
+        self.ranks = training(words, num_ranks, run.with_suffix(".log"), **kwargs)
         return self.ranks
 
     def reference(self, num_ranks: int, *more: object) -> tuple[dict[str, object], float]:
@@ -324,7 +335,7 @@ def checkpoints_of(bench: Bench, strategy: str) -> Path:
             done = launch(bench, strategy, ["-m", "accel_ft.train", *words])
             check(done.wait(LAUNCH_SECONDS) == 0, log_of(bench))
         else:
-            codes = Ranks(words, 1 if strategy == "cpu" else 2, run.with_suffix(".log")).wait()
+            codes = training(words, 1 if strategy == "cpu" else 2, run.with_suffix(".log")).wait()
             check(not any(codes), tail(run))
     return run / "checkpoints"
 
@@ -654,7 +665,7 @@ def _hostile_model(bench: Bench, name: str, marker: Path) -> None:
                    "tokenizer_config.json": {"auto_map": {"AutoTokenizer": ["mine.Mine", "mine.Mine"]}, "tokenizer_class": "Mine"}}[name]  # fmt: skip
         file.write_text(json.dumps(values))
     words = bench.words(run, "--model_name_or_path", model, "--max_steps", 1, "--config", job)
-    ranks = Ranks(words, 1, run.with_suffix(".log"))
+    ranks = training(words, 1, run.with_suffix(".log"))
     codes = ranks.wait()
     said = tail(run)
     if name != "tokenizer_config.json":  # transformers has a tokenizer of its own for this model
@@ -705,7 +716,7 @@ def _on_small_disk(bench: Bench, kind: str, num_ranks: int) -> None:
 
             engine.Run.after_update = after  # type: ignore[method-assign]
 
-        ranks = Ranks(words, num_ranks, log, before=waiting)
+        ranks = training(words, num_ranks, log, before=waiting)
         checkpoints = run / "checkpoints"
         while kind != "too small" and (
             steps_logged(run) < goal or not transaction.list_published(checkpoints)
@@ -735,7 +746,7 @@ def _on_small_disk(bench: Bench, kind: str, num_ranks: int) -> None:
             check(not list((run / "checkpoints").glob(".staging*")), "a staging folder is left")
             state.check(transaction.list_published(run / "checkpoints")[-1][1])
             (mount / "filling").unlink(missing_ok=True)
-            codes = Ranks(words, num_ranks, log).wait()
+            codes = training(words, num_ranks, log).wait()
             check(codes == [0] * num_ranks, log.read_text())
             check(conftest.run_hash(run) == bench.reference(num_ranks)[0], "another result")
         elif kind == "too small":

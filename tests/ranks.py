@@ -12,12 +12,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 from tqdm.std import TqdmDefaultWriteLock
 
-from accel_ft import train
 from accel_ft.errors import run_command
 
 # A lock that forked processes share stays locked for all when one is killed with it in hand.
@@ -31,30 +29,33 @@ class Ranks:
     """A started job: one process group of N ranks.
 
     Args:
-        words: the command line of accel_ft.train.
+        act: what each does, as a command.
         num_ranks: N.
         log: what the ranks print.
         before: called in each rank, with its number, before it starts.
+        is_group: whether they find each other as torchrun's ranks do; default: where they are several.
     """
 
     def __init__(
         self,
-        words: list[Any],
+        act: Callable[[], None],
         num_ranks: int,
         log: Path,
         before: Callable[[int], None] = lambda rank: None,
+        is_group: bool | None = None,
     ) -> None:
         self.started = time.monotonic()
         # Held, not listening: the system gives it to nobody, and rank 0 may listen there.
         self.place = socket.socket()
         self.place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.place.bind(("127.0.0.1", 0))
-        port = self.place.getsockname()[1]
+        is_group = num_ranks > 1 if is_group is None else is_group
+        address = self.place.getsockname() if is_group else None
         self.pids: list[int] = []
         for rank in range(num_ranks):
             pid = os.fork()
             if pid == 0:
-                _be_rank(rank, num_ranks, port, [str(word) for word in words], log, before)
+                _be_rank(rank, num_ranks, address, act, log, before)
             self.pids.append(pid)
             os.setpgid(pid, self.pids[0])
         self.codes: dict[int, int] = {}
@@ -90,22 +91,26 @@ class Ranks:
 
 
 def _be_rank(
-    rank: int, num_ranks: int, port: int, words: list[str], log: Path, before: Callable[[int], None]
+    rank: int,
+    num_ranks: int,
+    address: tuple[str, int] | None,
+    act: Callable[[], None],
+    log: Path,
+    before: Callable[[int], None],
 ) -> None:
     code = 1
     try:
         os.setpgid(0, 0) if rank == 0 else None
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(out, 1), os.dup2(out, 2)
-        if num_ranks > 1:
+        if address is not None:
             os.environ |= {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks),
-                "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                "ACCELERATE_USE_CPU": "true",
+                "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": address[0], "MASTER_PORT": str(address[1]),
             }  # fmt: skip
         random.seed(rank)
         before(rank)
-        run_command(lambda: train.main(words))
+        run_command(act)
         code = 0
     except SystemExit as end:
         code = int(end.code or 0)
@@ -115,13 +120,13 @@ def _be_rank(
         traceback.print_exc()
     finally:
         sys.stdout.flush(), sys.stderr.flush()
-        if code == 0 and not MODULES.exists():
+        if (code, rank) == (0, 0):
             MODULES.write_text("\n".join(sys.modules))
         os._exit(code)
 
 
 def import_what_ranks_import() -> None:
-    """Import here what the first rank that ended well had imported, so that later ones have it from the start."""
+    """Import here what the last rank that ended well had imported, so that later ones have it from the start."""
     for name in MODULES.read_text().splitlines():
         if name.split(".")[0] not in ("__main__", "__mp_main__"):
             with contextlib.suppress(Exception):

@@ -1,0 +1,50 @@
+"""Several ranks for a test, without a launch of their own: worker.py."""
+
+import atexit
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from conftest import ROOT, story
+
+WORKER = Path(__file__).parent / "worker.py"
+numbers = itertools.count()
+workers: list[subprocess.Popen[str]] = []  # one, once it is needed
+
+
+def _worker() -> subprocess.Popen[str]:
+    if not workers:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(
+            [sys.executable, str(WORKER)], cwd=ROOT, env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        workers.append(process)
+        atexit.register(process.communicate)  # it ends with its input
+    return workers[0]
+
+
+def on_ranks(
+    num_ranks: int, *tasks: dict[str, Any], config: str = "cpu_ddp.yaml", precision: str = "no"
+) -> list[Any]:
+    """Run the tasks on N ranks and return what rank 0 wrote.
+
+    Without mixed precision, sums of ranks are compared bit by bit or at float32's precision.
+    """
+    config = config if "/" in config else f"accelerate_configs/{config}"
+    words = ["--config_file", config, "--num_processes", str(num_ranks)]
+    words += ["--mixed_precision", precision]
+    log = Path(os.environ["HF_HOME"]) / f"ranks_{next(numbers)}.log"
+    asked = {"words": words, "num_ranks": num_ranks, "tasks": tasks, "log": log, "seconds": 240}
+    worker = _worker()
+    assert worker.stdin
+    assert worker.stdout
+    worker.stdin.write(json.dumps(asked, default=str) + "\n")
+    worker.stdin.flush()
+    found = json.loads(worker.stdout.readline() or "null")
+    assert found is not None, story(words, worker.poll(), "", log.read_text())
+    return list(found)
