@@ -10,13 +10,14 @@ from conftest import LATEST, cut_off, events_of, job_words
 from test_strategies import on
 
 FP16 = ("single", "ddp2", "fsdp2", "fsdp1")
+ONCE = ["--save_steps", "12"]
 CLIPPED = ["--max_grad_norm", "0.3"]  # between the smallest norm and the largest
-BEST = ["--load_best_model_at_end", "true", "--eval_steps", "1"]
+BEST = ["--load_best_model_at_end", "true", "--eval_steps", "3", "--save_steps", "3"]
 SCALER = {
     "init_scale": 2.0**24,
     "growth_interval": 2,
 }  # the first updates overflow, later ones now and then
-OVERFLOWN, STEPPED = 4, 9  # updates: the one overflowed, before the other there were steps
+OVERFLOWN, STEPPED = 3, 9  # updates: the one overflowed, before the other there were steps
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def float32(
     tmp_path_factory: pytest.TempPathFactory, files: tuple[Path, Path, Path]
 ) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("float32")
-    words = [*job_words(*files, folder / "run"), *CLIPPED]
+    words = [*job_words(*files, folder / "run"), *CLIPPED, "--save_steps", "2"]
     return folder / "run", on("single", folder, {"do": "curve", "words": words})[0]
 
 
@@ -42,7 +43,7 @@ def whole(
     for strategy in FP16:
         folder = tmp_path_factory.mktemp(strategy)
         tasks: list[dict[str, Any]] = [
-            {"do": "scaled", "words": [*job_words(*files, folder / "clipped"), *CLIPPED]},
+            {"do": "scaled", "words": [*job_words(*files, folder / "clipped"), *CLIPPED, *ONCE]},
             {
                 "do": "scaled",
                 "words": [*job_words(*files, folder / "run"), *BEST],
@@ -125,8 +126,8 @@ def test_a_resume_carries_the_scale(
         words = [*job_words(*files, tmp_path / str(step)), *BEST, *LATEST]
         tasks.append({"do": "scaled", "words": words})
     other = whole["fsdp2" if strategy != "fsdp2" else "ddp2"]
-    of_float32 = [*CLIPPED, "--allow_changed", "mixed_precision"]
-    for source, step, keys in ((other[0] / "run", STEPPED, []), (float32[0], 2, of_float32)):
+    of_float32 = [*CLIPPED, *ONCE, "--allow_changed", "mixed_precision"]
+    for source, step, keys in ((other[0] / "run", STEPPED, ONCE), (float32[0], 2, of_float32)):
         words = [*job_words(*files, tmp_path / f"from_{step}"), *keys, "--resume_from_checkpoint"]
         place = source / f"checkpoints/step_{step:08d}"
         tasks.append({"do": "scaled", "words": [*words, str(place)]})

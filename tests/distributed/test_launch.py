@@ -140,6 +140,7 @@ def test_a_model_with_an_idle_parameter(words: list[str], tmp_path: Path, tiny_m
     XLNetModel(config).save_pretrained(tmp_path / "xlnet")
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "xlnet")
     job = [*words, "--model_name_or_path", str(tmp_path / "xlnet"), "--max_steps", "4"]
+    job += ["--save_steps", "2"]
     options = ("--main_process_port", 0, "--mixed_precision", "no", "-m", "accel_ft.train")
     done = launch("cpu_ddp.yaml", *options, *job)
     assert "parameters without gradients: transformer.mask_emb" in done.stderr

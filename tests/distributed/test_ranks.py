@@ -35,6 +35,8 @@ def seen(
         weighted = job_words(still_model, rows_file, odd_file, folder / f"weighted_{ranks}")
         even = job_words(still_model, rows_file, odd_file, folder / f"even_{ranks}")
         auto = job_words(tiny_model, rows_file, odd_file, folder / f"auto_{ranks}")
+        for words in (curve, weighted, even):
+            words += ["--save_steps", "12"]
         results[ranks] = on_ranks(
             ranks, {"do": "sample_ids", "words": ids}, {"do": "curve", "words": curve},
             {"do": "curve", "words": [*weighted, "--class_weights", "1,5,0.1,2", "--label_smoothing_factor", "0.1"]},

@@ -55,11 +55,12 @@ class Whole(NamedTuple):
 def whole(
     tmp_path_factory: pytest.TempPathFactory, still_model: Path, rows_file: Path, odd_file: Path
 ) -> dict[str, "Whole"]:
-    """Under each strategy, in one launch: a run with every update saved, and what else is asked of its ranks."""
+    """Under each strategy, on the same ranks: a run with checkpoints, and what else is asked of them."""
     runs = {}
     for strategy in STRATEGIES:
         folder = tmp_path_factory.mktemp(strategy)
         words = job_words(still_model, rows_file, odd_file, folder / "run")
+        words += ["--save_steps", str(SAVED_AT)]
         tasks: list[dict[str, Any]] = [{"do": "curve", "words": words}]
         if strategy in ("fsdp2", "fsdp3"):
             tasks.append(
@@ -133,8 +134,10 @@ def test_compiled_and_sharded_adapters_are_loaded(
     """Through compile, torch asks a checkpoint for what is frozen; the best one is loaded at the end."""
     words = [*job_words(tiny_model, rows_file, odd_file, tmp_path / "run"), "--lora_r", 2]
     words += ["--load_best_model_at_end", "true", "--eval_steps", 1, "--max_steps", 2]
+    words += ["--max_seq_length", 8]  # one width: each is compiled
     options = ("--mixed_precision", "no", "--dynamo_backend", "eager", *by_layers)
     launch("cpu_fsdp2.yaml", *options, "-m", "accel_ft.train", *words)
+    assert events_of(tmp_path / "run")[-1]["model_step"] == 1
     assert "bert.embeddings.word_embeddings.weight" in load_file(
         tmp_path / "run" / "model" / "model.safetensors"
     )
@@ -177,14 +180,12 @@ def resumed(
         folder = tmp_path_factory.mktemp(f"into_{target}")
         sources = [(a, SAVED_AT) for a, b in PAIRS if b == target]
         sources += [("single", LAST)] if target in ("ddp2", "fsdp2") else []
-        tasks = [
-            {
-                "do": "resume_from",
-                "words": job_words(still_model, rows_file, odd_file, folder / f"{source}_{step}"),
-                "checkpoint": str(whole[source].folder / "checkpoints" / f"step_{step:08d}"),
-            }
-            for source, step in sources
-        ]
+        tasks = []
+        for source, step in sources:
+            words = job_words(still_model, rows_file, odd_file, folder / f"{source}_{step}")
+            checkpoint = whole[source].folder / "checkpoints" / f"step_{step:08d}"
+            words += ["--save_steps", str(LAST)]
+            tasks.append({"do": "resume_from", "words": words, "checkpoint": str(checkpoint)})
         for source, curve in zip(sources, on(target, folder, *tasks), strict=True):
             results[*source, target] = (folder / "{}_{}".format(*source), curve)
     return results
@@ -239,7 +240,8 @@ def test_bf16_as_the_yaml_has_it(
     for config in ("cpu_fsdp2.yaml", "cpu.yaml"):
         output_dir = tmp_path / config
         words = job_words(tiny_model, rows_file, odd_file, output_dir)
-        done = launch(config, "-m", "accel_ft.train", *words, "--max_steps", 2)
+        words += ["--max_steps", "2", "--save_steps", "2"]
+        done = launch(config, "-m", "accel_ft.train", *words)
         assert "returned a view" not in done.stderr  # of which FSDP2 warns
         receipt = json.loads((output_dir / "receipt.json").read_text())
         assert receipt["strategy"]["mixed_precision"] == "bf16"

@@ -92,6 +92,7 @@ def test_two_hosts_train_the_curve_of_one_process(
     hosts, tmp_path: Path, still_model: Path, rows_file: Path, odd_file: Path, name: str
 ) -> None:
     words = job_words(still_model, rows_file, odd_file, tmp_path / "two_hosts")
+    words += ["--save_steps", "12"]
     codes, errors = train_on_both(on_the_cpu(name, tmp_path), words)
     assert codes == [0, 0], "\n".join(errors)[-6000:]
     train.main(job_words(still_model, rows_file, odd_file, tmp_path / "one_process"))
