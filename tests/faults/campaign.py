@@ -1,7 +1,7 @@
-"""What can happen to a run, done to it: python tests/faults/campaign.py [--full] [--only NAME ...] [--break PART]
+"""What can happen to a run, done to it: python tests/faults/campaign.py [--full] [--only NAME ...] [--break PART ...]
 
 Prints one line a scenario: tried, survived, worst time. The short version runs with the tests; `make faults` runs the
-whole. `--break fsync|rename|manifest|rng|trust` takes a part out of the program first: some scenario must then fail.
+whole. `--break` then takes a part at a time out of the program, or each: a scenario must fail that does not without.
 """
 
 import argparse
@@ -344,7 +344,7 @@ def damage(bench: Bench, flips: int) -> Iterator[Callable[[], None]]:
     """Every file of a checkpoint of each strategy cut to 0, 50 and 99 %, removed, and one bit flipped at many
     offsets: found and named each time, the older checkpoint taken."""
     for strategy in ("cpu", "cpu_ddp", "cpu_fsdp2"):
-        root = bench.folder / "damaged" / strategy
+        root = bench.new_run()
         shutil.copytree(checkpoints_of(bench, strategy), root)
         older, newer = (folder for _, folder in transaction.list_published(root))
         for file in sorted(path for path in newer.rglob("*") if path.is_file()):
@@ -759,10 +759,30 @@ def _on_small_disk(bench: Bench, kind: str, num_ranks: int) -> None:
 # Taking parts out.
 
 
-def take_out(part: str) -> None:
-    """Break the program on purpose."""
-    from accel_ft.checkpoint import convert as converting
+PARTS = {  # by the scenario that must notice
+    "fsync": "power_cut",
+    "rename": "kills",
+    "manifest": "damage",
+    "rng": "kills",
+    "trust": "hostile",
+}
 
+
+@contextlib.contextmanager
+def taken_out(part: str) -> Iterator[None]:
+    """Break the program on purpose, for a while."""
+    modules = (transaction, trust, convert)
+    whole = [dict(vars(module)) for module in modules]
+    take_out(part)
+    try:
+        yield
+    finally:
+        for module, names in zip(modules, whole, strict=True):
+            vars(module).update(names)
+
+
+def take_out(part: str) -> None:
+    """Break the program."""
     if part == "fsync":
         transaction.fsync = lambda path: None
     elif part == "rename":
@@ -799,17 +819,15 @@ def take_out(part: str) -> None:
         transaction.verify = lambda folder: None
     elif part == "trust":
         trust.refuse_code = lambda folder: None
-    elif part == "rng":
-        load_any = converting.load_any
+    else:
+        load_any = convert.load_any
 
         def without_rng(accelerator: Any, folder: Path) -> None:
             kept = torch.get_rng_state()
             load_any(accelerator, folder)
             torch.set_rng_state(kept)
 
-        converting.load_any = without_rng
-    else:
-        raise SystemExit(f"--break {part}: no such part")
+        convert.load_any = without_rng
 
 
 Scenario = Callable[[Bench, int], Iterator[Callable[[], None]]]
@@ -836,11 +854,14 @@ SCENARIOS: dict[str, tuple[Scenario, int, int]] = {
 }
 
 
-def run_scenario(bench: Bench, name: str, full: bool, stop: bool) -> dict[str, Any]:
-    """Count what was tried and survived, the longest attempt's seconds, and each fault."""
+def run_scenario(
+    bench: Bench, name: str, options: argparse.Namespace, stop: bool
+) -> dict[str, Any]:
+    """Count what was tried and survived, the longest attempt's seconds, and each fault; print them."""
+    bench.random = random.Random(f"{options.seed} {name}")
     scenario, short, whole = SCENARIOS[name]
     tried, worst, faults = 0, 0.0, []
-    for attempt in scenario(bench, whole if full else short):
+    for attempt in scenario(bench, whole if options.full else short):
         started = time.monotonic()
         tried += 1
         try:
@@ -852,19 +873,24 @@ def run_scenario(bench: Bench, name: str, full: bool, stop: bool) -> dict[str, A
         worst = max(worst, time.monotonic() - started)
         if faults and stop:
             break
-    seconds = round(worst, 1)
+    survived = tried - len(faults)
+    print(f"{name:28} {tried:6} {survived:9} {worst:14.1f}", flush=True)
+    for fault in faults[:3]:
+        print(f"    {fault}", file=sys.stderr, flush=True)
     return {
-        "tried": tried, "survived": tried - len(faults), "worst_seconds": seconds, "faults": faults,
-    }  # fmt: skip
+        "tried": tried,
+        "survived": survived,
+        "worst_seconds": round(worst, 1),
+        "faults": faults,
+    }
 
 
 def main() -> None:
     """Run the campaign."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--full", action="store_true")
-    parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
-    parser.add_argument("--break", dest="broken", default=None)
-    parser.add_argument("--stop", action="store_true", help="at the first attempt not survived")
+    parser.add_argument("--only", nargs="*", choices=SCENARIOS, default=list(SCENARIOS))
+    parser.add_argument("--break", dest="broken", nargs="*", choices=PARTS, default=None)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--patience", type=float, default=PATIENCE, help="times the limits in seconds"
@@ -872,8 +898,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     globals()["PATIENCE"] = options.patience
-    if options.broken:
-        take_out(options.broken)
+    broken = list(PARTS) if options.broken == [] else options.broken or []
     results = {}
     print(f"{'scenario':28} {'tried':>6} {'survived':>9} {'worst seconds':>14}")
     with tempfile.TemporaryDirectory(
@@ -881,17 +906,18 @@ def main() -> None:
     ) as folder:
         bench = Bench(Path(folder))
         for name in options.only:
-            bench.random = random.Random(f"{options.seed} {name}")
-            results[name] = result = run_scenario(bench, name, options.full, options.stop)
-            print(
-                f"{name:28} {result['tried']:6} {result['survived']:9} {result['worst_seconds']:14.1f}",
-                flush=True,
-            )
-            for fault in result["faults"][:3]:
-                print(f"    {fault}", file=sys.stderr, flush=True)
-            if options.json:
-                options.json.write_text(json.dumps(results))
-    sys.exit(any(result["tried"] != result["survived"] for result in results.values()))
+            results[name] = run_scenario(bench, name, options, stop=False)
+        for part in broken:
+            with taken_out(part):
+                results[f"without {part}"] = run_scenario(bench, PARTS[part], options, stop=True)
+        if options.json:
+            options.json.write_text(json.dumps(results))
+    missed = [
+        name
+        for name, result in results.items()
+        if (result["tried"] == result["survived"]) == name.startswith("without ")
+    ]
+    sys.exit(", ".join(missed))
 
 
 if __name__ == "__main__":
