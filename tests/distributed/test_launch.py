@@ -31,6 +31,7 @@ class Refused(NamedTuple):
 
 
 NO_GPU = "accelerate_configs/{} asks for an accelerator (use_cpu: false), but torch finds none"
+ALONE = ("--num_processes", 1)  # several would say the same
 LLAMA = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 LLAMA["fsdp_cpu_ram_efficient_loading"] = False
 LLAMA["fsdp_transformer_layer_cls_to_wrap"] = "LlamaDecoderLayer"
@@ -45,14 +46,17 @@ REFUSED = {
     "FSDP1 on the CPU": Refused(
         {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}},
         "asks for FSDP1 on the CPU",
+        ALONE,
     ),
     "weights read by rank 0 alone": Refused(
         {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}},
         "asks for fsdp_cpu_ram_efficient_loading (accelerate's default)",
+        ALONE,
     ),
     "another model's layer": Refused(
         {"distributed_type": "FSDP", "fsdp_config": LLAMA},
         "fsdp_transformer_layer_cls_to_wrap=LlamaDecoderLayer: the model has no such layer. Allowed: BertLayer",
+        ALONE,
     ),
     "fp16 would be off": Refused(
         "cpu.yaml",
@@ -65,7 +69,7 @@ if not torch.accelerator.is_available():
         "", "accelerate launch asks for an accelerator", ("--multi_gpu", "--num_processes", 2)
     )
     for name in ("gpu.yaml", "ddp.yaml", "fsdp1.yaml", "fsdp2.yaml", "fsdp2_offload.yaml"):
-        REFUSED[name] = Refused(name, NO_GPU.format(name))
+        REFUSED[name] = Refused(name, NO_GPU.format(name), ALONE)
 
 
 @pytest.fixture(scope="module")

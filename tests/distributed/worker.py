@@ -25,12 +25,13 @@ from ranks import MODULES, Ranks, import_what_ranks_import
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from accel_ft import doctor, train
+from accel_ft import doctor, fit, train
 from accel_ft.config import TrainConfig
 from accel_ft.engine import loop
 from accel_ft.engine.build import build
 from accel_ft.engine.run import Run
 from accel_ft.engine.step import forward
+from accel_ft.errors import ConfigError
 from accel_ft.model import load
 from accel_ft.runtime import launch
 from accel_ft.runtime.launch import make_accelerator
@@ -195,6 +196,23 @@ def resume_from(task: dict[str, Any]) -> list[list[float]]:
     train.main([*task["words"], "--resume_from_checkpoint", task["checkpoint"]])
     accelerator.wait_for_everyone()
     return logged(output_dir)
+
+
+def told_of_another_model(task: dict[str, Any]) -> list[str]:
+    """What each rank is told where the last one has another folder under the model's name."""
+    accelerator, resolve = make_accelerator(), load.resolve
+    name = task["job"]["model_name_or_path"]
+
+    def resolved(asked: Any, *more: Any) -> Any:
+        is_other = accelerator.is_last_process and asked == name
+        return task["other"] if is_other else resolve(asked, *more)
+
+    load.resolve = resolved
+    try:
+        fit(**task["job"])
+    except ConfigError as error:
+        return gather_object([str(error)])
+    return []
 
 
 def examined(task: dict[str, Any]) -> list[dict[str, Any]]:
