@@ -75,6 +75,7 @@ def test_a_compiled_run_leaves_a_plain_model(
     plain = (ROOT / "accelerate_configs" / "cpu.yaml").read_text()
     config.write_text(f"{plain}\n{yaml.safe_dump({'dynamo_config': dynamo})}")
     words = [*job_words(tiny_model, rows_file, odd_file, tmp_path / "run"), *more, "--max_steps", 2]
+    words += ["--max_seq_length", 8, "--save_steps", 2]  # one width: each is compiled
     launch(str(config), "-m", "accel_ft.train", *words)
     receipt = json.loads((tmp_path / "run" / "receipt.json").read_text())
     assert receipt["strategy"]["compile"] == "EAGER"
@@ -101,7 +102,7 @@ def test_compiled_by_inductor(
     for backend in ("no", "inductor"):
         run = tmp_path / f"run{len(curves)}"
         words = job_words(still_model, rows_file, odd_file, run)
-        words += "--max_steps 2 --max_seq_length 16 --per_device_train_batch_size 8".split()
+        words += "--max_steps 2 --max_seq_length 8 --per_device_train_batch_size 8".split()
         words += "--per_device_eval_batch_size 99".split()
         cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "kernels")}
         options = ("--mixed_precision", "no", "--dynamo_backend", backend)
