@@ -154,6 +154,8 @@ def _own(config: TrainConfig, lock: Path) -> Iterator[Callable[[], None]]:
     inside = [path for place in places for path in place.glob("*")]
     written = ("ranks", "metrics.jsonl", "report", "trackers", "profile")  # others are replaced
     refuse_links(*inside, *(folder / name for name in written))
+    if config.push_to_hub:  # all that is in it
+        refuse_links(folder / "model", *(folder / "model").rglob("*"))
     checkpoints = folder / "checkpoints"
     if (checkpoints.resolve().parent / "receipt.json").exists():
         refuse_links(checkpoints)  # to those of another run; to another disk it may lead

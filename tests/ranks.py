@@ -3,6 +3,7 @@ transformers are imported once, by the parent. The parent runs no torch operatio
 """
 
 import contextlib
+import ctypes
 import importlib
 import os
 import random
@@ -22,7 +23,8 @@ from accel_ft.errors import run_command
 TqdmDefaultWriteLock.mp_lock = None
 tqdm.monitor_interval = 0
 
-MODULES = Path(os.environ["HF_HOME"]) / "modules"
+PR_SET_PDEATHSIG = 1
+IMPORTED = Path(os.environ["HF_HOME"]) / "imported.txt"
 
 
 class Ranks:
@@ -100,6 +102,7 @@ def _be_rank(
 ) -> None:
     code = 1
     try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with its parent
         os.setpgid(0, 0) if rank == 0 else None
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(out, 1), os.dup2(out, 2)
@@ -119,15 +122,17 @@ def _be_rank(
 
         traceback.print_exc()
     finally:
-        sys.stdout.flush(), sys.stderr.flush()
-        if (code, rank) == (0, 0):
-            MODULES.write_text("\n".join(sys.modules))
-        os._exit(code)
+        try:
+            sys.stdout.flush(), sys.stderr.flush()
+            if (code, rank) == (0, 0):
+                IMPORTED.write_text("\n".join(sys.modules))
+        finally:
+            os._exit(code)
 
 
 def import_what_ranks_import() -> None:
     """Import here what the last rank that ended well had imported, so that later ones have it from the start."""
-    for name in MODULES.read_text().splitlines():
+    for name in IMPORTED.read_text().splitlines():
         if name.split(".")[0] not in ("__main__", "__mp_main__"):
             with contextlib.suppress(Exception):
                 importlib.import_module(name)

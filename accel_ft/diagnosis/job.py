@@ -107,8 +107,9 @@ def examine(config: TrainConfig) -> Iterator[Finding]:
         rank, num_ranks = accelerator.process_index, accelerator.num_processes
 
         def clean_up() -> None:
-            for _ in range(2 * (rank == 0)):  # another rank's heartbeat may come between
+            if rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)  # a heartbeat may have come between
 
         try:
             watched = Watch(folder / "ranks", rank, num_ranks, limit, clean_up=clean_up)

@@ -292,7 +292,7 @@ class Watch:
                 elif self._old_wakeup >= 0:  # the program's, which learns of it as it would
                     with contextlib.suppress(OSError):  # it is full, or closed
                         os.write(self._old_wakeup, bytes([number]))
-            if self._gives_up and not self._interrupted and not ready:
+            if self._gives_up and not ready:
                 self._wake_main()  # it may have fallen asleep between the signal and its handler
             if self._launcher not in (None, os.getppid()) and not self.stop_signal:
                 self._on_signal(signal.SIGTERM, "the launcher is gone")
@@ -333,10 +333,11 @@ class Watch:
             self._leave(f"{name} again: stopped at once, without saving", 128 + number)
 
     def _wake_main(self) -> None:
-        """Have the main thread raise KeyboardInterrupt, from a sleep too."""
-        main = threading.main_thread().ident
+        """Have the main thread raise KeyboardInterrupt, from a sleep too, unless it has."""
+        main, is_done = threading.main_thread().ident, self._interrupted or self._is_over
         assert main is not None
-        signal.pthread_kill(main, signal.SIGINT)
+        if not is_done and signal.getsignal(signal.SIGINT) == self._interrupt:
+            signal.pthread_kill(main, signal.SIGINT)
 
     def _leaves_to_python(self, number: int) -> bool:
         """Whether Ctrl-C has nothing to save: one process alone, maybe a notebook, outlives it."""

@@ -24,7 +24,7 @@ def _worker() -> subprocess.Popen[str]:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         workers.append(process)
-        atexit.register(process.communicate)  # it ends with its input
+        atexit.register(process.kill)  # and with it its ranks
     return workers[0]
 
 
@@ -39,12 +39,21 @@ def on_ranks(
     words = ["--config_file", config, "--num_processes", str(num_ranks)]
     words += ["--mixed_precision", precision]
     log = Path(os.environ["HF_HOME"]) / f"ranks_{next(numbers)}.log"
+    log.touch()
     asked = {"words": words, "num_ranks": num_ranks, "tasks": tasks, "log": log, "seconds": 240}
     worker = _worker()
     assert worker.stdin
     assert worker.stdout
-    worker.stdin.write(json.dumps(asked, default=str) + "\n")
-    worker.stdin.flush()
-    found = json.loads(worker.stdout.readline() or "null")
-    assert found is not None, story(words, worker.poll(), "", log.read_text())
-    return list(found)
+    answer = None
+    try:
+        worker.stdin.write(json.dumps(asked, default=str) + "\n")
+        worker.stdin.flush()
+        answer = json.loads(worker.stdout.readline() or "null")
+    finally:
+        if answer is None:  # the next list of tasks has a worker of its own
+            workers.clear()
+            worker.kill()
+            worker.wait()
+    assert answer is not None, story(words, worker.returncode, "", log.read_text())
+    assert not any(answer["codes"]), story(words, None, f"{answer['codes']}", log.read_text())
+    return list(answer["found"])

@@ -119,6 +119,8 @@ def test_a_resume_carries_the_scale(
 ) -> None:
     """Bit for bit, after an overflow and after a step; from another strategy; and from a run that had none."""
     folder, _, (updates, curve), *_ = whole[strategy]
+    assert curve[OVERFLOWN - 1][1] is None
+    assert any(norm is not None for _, norm in curve[:STEPPED])
     tasks = []
     for step in (OVERFLOWN, STEPPED):
         shutil.copytree(folder / "run", tmp_path / str(step))

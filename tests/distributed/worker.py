@@ -1,5 +1,5 @@
 """Ranks that `on_ranks` asks for: forked from this process, which has the libraries loaded and runs nothing itself, in
-the environment that `accelerate launch` would give them. Half of a launch is imports.
+the environment that accelerate's launcher makes of a YAML, without the launcher. Half of a launch is imports.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.state import GradientState
 from accelerate.utils import gather_object
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
-from ranks import MODULES, Ranks, import_what_ranks_import
+from ranks import IMPORTED, Ranks, import_what_ranks_import
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -281,9 +281,10 @@ def main() -> None:
         )  # fmt: skip
         with contextlib.suppress(TimeoutError):
             ranks.wait(asked["seconds"])
-        found = result.read_text() if result.exists() and not any(ranks.codes.values()) else "null"
-        print(found, file=answers, flush=True)
-        if MODULES.exists():
+        codes = [ranks.codes[pid] for pid in ranks.pids]
+        found = json.loads(result.read_text()) if not any(codes) else None
+        print(json.dumps({"codes": codes, "found": found}), file=answers, flush=True)
+        if IMPORTED.exists():
             import_what_ranks_import()
 
 

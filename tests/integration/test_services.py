@@ -286,6 +286,17 @@ def test_a_card_pushed_later_names_its_repository(
     card.write_text("# Mine")  # a user's own goes up as it is
     train.main([*words, *push])
     assert hub.files["README.md"] == b"# Mine"
+    hub.files.clear()
+    model = card.parent
+    (model / "onnx").mkdir()
+    (model / "onnx" / "id_rsa").symlink_to(__file__)  # the run may be somebody else's
+    with pytest.raises(ConfigError, match="model/onnx/id_rsa: is a link to .*Fix: remove it"):
+        train.main([*words, *push])
+    model.rename(tmp_path / "mine")
+    model.symlink_to(tmp_path / "mine")
+    with pytest.raises(ConfigError, match="run/model: is a link to .*Fix: remove it"):
+        train.main([*words, *push])
+    assert not hub.files
 
 
 def test_no_repository_is_made_for_what_is_not_there(tmp_path: Path, hub: Hub) -> None:
