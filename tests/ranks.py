@@ -92,6 +92,11 @@ class Ranks:
         return [self.codes[pid] for pid in self.pids]
 
 
+def end_with_parent() -> None:
+    """Have this process killed as the one ends that started it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _be_rank(
     rank: int,
     num_ranks: int,
@@ -102,7 +107,7 @@ def _be_rank(
 ) -> None:
     code = 1
     try:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with its parent
+        end_with_parent()
         os.setpgid(0, 0) if rank == 0 else None
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(out, 1), os.dup2(out, 2)

@@ -21,7 +21,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.state import GradientState
 from accelerate.utils import gather_object
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
-from ranks import IMPORTED, Ranks, import_what_ranks_import
+from ranks import IMPORTED, Ranks, end_with_parent, import_what_ranks_import
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -269,6 +269,7 @@ def do_tasks(tasks: list[dict[str, Any]], result: Path) -> None:
 
 def main() -> None:
     """Answer each line of the input, in which there are tasks, with a line."""
+    end_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
