@@ -233,9 +233,8 @@ def kill_at(bench: Bench, num_ranks: int, event: int, victim: int | None) -> Non
     codes = ranks.wait()
     seconds = time.monotonic() - killed
     check(-signal.SIGKILL in codes, f"event {event} was not met: {codes}")
-    check(
-        seconds < 8.0 * bench.patience, f"the other ranks ended after {seconds:.1f} s"
-    )  # 3 s for rank 0's words
+    limit = 8.0 * bench.patience  # of which 3 for rank 0's words
+    check(seconds < limit, f"the other ranks ended after {seconds:.1f} s")
     check(0 not in codes, f"ended as if nothing had been: {codes}")
     check_work_lost(run)
     bench.resume(run, num_ranks)
