@@ -5,6 +5,7 @@ transformers are imported once, by the parent. The parent runs no torch operatio
 import contextlib
 import ctypes
 import importlib
+import math
 import os
 import random
 import signal
@@ -79,15 +80,19 @@ class Ranks:
         self.place.close()
         return True
 
-    def wait(self, seconds: float = 120.0) -> list[int]:
-        """Return the exit codes by rank; after `seconds` all are killed and TimeoutError is raised."""
+    def wait(self, seconds: float = 120.0, grace: float = math.inf) -> list[int]:
+        """Return the exit codes by rank; after `seconds`, or `grace` seconds after one has failed, all are killed and
+        TimeoutError is raised.
+        """
         deadline = time.monotonic() + seconds
         while not self.poll():
+            if any(self.codes.values()):
+                deadline, grace = min(deadline, time.monotonic() + grace), math.inf
             if time.monotonic() > deadline:
                 self.kill()
                 while not self.poll():
                     time.sleep(0.01)
-                raise TimeoutError(f"ranks did not end in {seconds} s")
+                raise TimeoutError(f"ranks did not end in {seconds} s, or one failed: {self.codes}")
             time.sleep(0.005)
         return [self.codes[pid] for pid in self.pids]
 

@@ -281,7 +281,7 @@ def main() -> None:
             before=lambda _, new=environment: os.environ.update(new), is_group=is_group,
         )  # fmt: skip
         with contextlib.suppress(TimeoutError):
-            ranks.wait(asked["seconds"])
+            ranks.wait(asked["seconds"], grace=15)  # the launcher ends the others, too
         codes = [ranks.codes[pid] for pid in ranks.pids]
         found = json.loads(result.read_text()) if not any(codes) else None
         print(json.dumps({"codes": codes, "found": found}), file=answers, flush=True)
