@@ -15,6 +15,7 @@ from torch import distributed as dist
 
 from accel_ft.diagnosis.finding import Finding, Verdict, check, gather, num_ranks
 from accel_ft.errors import listed
+from accel_ft.runtime.launch import SLOW, product_time
 
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "numpy")
 MIB = 2**20
@@ -39,31 +40,31 @@ def versions() -> Finding:
 
 @check("device")
 def devices(device: torch.device, precision: str) -> Finding:
-    """Describe each rank's device; does it compute in `precision` (no, bf16, fp16)? Collective."""
+    """Describe each rank's device; is `precision` (no, bf16, fp16) a fast one there? Collective."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         place = str(torch.cuda.get_device_properties(device).uuid)
     else:
         name, place = f"{device.type}, {torch.get_num_threads()} threads", ""
-        has_bf16 = device.type != "cpu" or any(
-            has and "bf16" in name for name, has in torch.cpu.get_capabilities().items()
-        )
-    ranks = gather((name, has_bf16, place))
-    about = listed(sorted({name for name, _, _ in ranks}))
-    backend = f", {dist.get_backend()}" if dist.is_initialized() else ""
+    ranks = gather((name, product_time(device, precision), place))
+    about = f"{len(ranks)} x {listed(sorted({name for name, _, _ in ranks}))}"
+    if dist.is_initialized():
+        about += f", {dist.get_backend()}"
     places = [place for _, _, place in ranks if place]
     if len(set(places)) < len(places):
         return Verdict.FAIL(
             f"several ranks on one device: {listed(places, 8)}",
             "LOCAL_RANK decides the device: as many processes as GPUs",
         )
-    if precision == "bf16" and not all(has for _, has, _ in ranks):
-        return Verdict.WARN(
-            f"{about}{backend}: bf16 is imitated here, some times slower than float32",
-            "--mixed_precision no",
-        )
-    return Verdict.PASS(f"{len(ranks)} x {about}{backend}")
+    if precision == "no":
+        return Verdict.PASS(about)
+    slowest = max(times for _, times, _ in ranks)
+    about += (
+        f"; a product of matrices in {precision} takes {slowest:.2f} times as long as in float32"
+    )
+    if slowest > SLOW:
+        return Verdict.WARN(about, "--mixed_precision no")
+    return Verdict.PASS(about)
 
 
 @check("all-reduce")

@@ -657,10 +657,11 @@ def test_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(machine, "OPEN_FILES", 2**60)
     caught(machine.limits(), "open files")
-    monkeypatch.setattr(
-        torch.cpu, "get_capabilities", lambda: {"avx512_f": True, "amx_bf16": False}
-    )
-    caught(machine.devices(cpu, "bf16"), "bf16 is imitated here")
+    for times, judge in ((0.1, well), (2.04, caught)):
+        monkeypatch.setattr(machine, "product_time", lambda *_, times=times: times)
+        finding = machine.devices(cpu, "bf16")
+        judge(finding)
+        assert f"in bf16 takes {times:.2f} times as long" in finding.measured
 
 
 def test_loader_speed() -> None:
