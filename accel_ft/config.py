@@ -483,7 +483,7 @@ class TrainConfig(HubConfig, DataConfig):
         named = [self.train_split_name or "train", self.validation_split_name, self.test_split_name]
         twice = [name for name in named if name is not None and named.count(name) > 1]
         if twice:
-            fault = f"the split {twice[0]} is to be trained on and measured on, or twice the latter"
+            fault = f"the split {twice[0]} is named twice (train_split_name is train by itself)"
             yield tuple(sorted(SPLIT_KEYS)), f"{', '.join(sorted(SPLIT_KEYS))}: {fault}"
         yield from self._either("global_batch_size", "gradient_accumulation_steps")
         if self.per_device_train_batch_size == "auto":

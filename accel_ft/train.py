@@ -215,7 +215,7 @@ def _write_card_and_report(
     except OSError as error:
         raise CheckpointError(
             f"{path}: cannot be written ({error.strerror or error}); the model is there. Fix: "
-            "room on its disk (or --report_to none), then the same command with "
+            "room on its disk, or the right to write there, then the same command with "
             "--resume_from_checkpoint latest"
         ) from error
 

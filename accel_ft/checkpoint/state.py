@@ -132,6 +132,11 @@ def find(
                 found = newest_sound(root, unwanted)
             else:
                 found = Path(wanted)
+                if (found / "checkpoints").is_dir():
+                    raise CheckpointError(
+                        f"resume_from_checkpoint={wanted}: is a run, no checkpoint. "
+                        f"Fix: latest, or a folder in {found / 'checkpoints'}"
+                    )
                 check(found)
         except CheckpointError as error:
             fault = error

@@ -23,7 +23,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -218,15 +218,19 @@ def prune(root: Path, keep: int, protected: Collection[int | None] = ()) -> None
                 logger.warning("%s could not be removed: %s", path, error)
 
 
-def remove_leftovers(root: Path, later: Sequence[Path] = ()) -> None:
-    """Remove what killed runs were writing, and set checkpoints aside that a resume or a rollback
-    passed over: they would count as the newest when the others are pruned.
+def set_aside(checkpoints: Iterable[Path], why: str) -> None:
+    """Rename checkpoints that are to be neither used nor pruned, or would count as the newest when
+    the others are pruned. Say why.
     """
-    for path in later:
+    for path in checkpoints:
         aside = path.with_name(ASIDE_PREFIX + path.name)
         remove(aside)
         path.rename(aside)
-        logger.warning("%s is set aside as %s; it may be removed", path, aside.name)
+        logger.warning("%s: %s; set aside as %s, which may be removed", path, why, aside.name)
+
+
+def remove_leftovers(root: Path) -> None:
+    """Remove what killed runs were writing."""
     for prefix in (STAGING_PREFIX, SEALED_PREFIX):
         for path in root.glob(f"{prefix}*"):
             if prefix == SEALED_PREFIX:

@@ -364,9 +364,10 @@ def hub_sources(config: DataConfig, name: str, needs_train: bool = True) -> dict
                 sources[split] = _hub_source(f"{name}, split {its_name}", rows, labelled, config)
         if split not in sources and (wanted is not None or (split == "train" and needs_train)):
             meant = "" if its_name in loaded else nearest(its_name, loaded)
+            why = " with labels (-1 or null is none)" if its_name in loaded else ""
             raise ConfigError(
-                f"dataset_name={name}: has no split `{its_name}` with labels.{meant} "
-                f"Allowed: {', '.join(map(str, loaded))}"
+                f"dataset_name={name}: has no split `{its_name}`{why}.{meant} "
+                f"Its splits: {', '.join(map(str, loaded))}"
             )
     return sources
 

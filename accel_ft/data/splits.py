@@ -372,7 +372,7 @@ def load_eval_split(
     given = "train" if wanted == "validation" and wanted not in sources else wanted
     if given not in sources:
         raise ConfigError(
-            f"split={wanted}: the job names no {wanted} rows. Fix: --{wanted}_file, or "
+            f"split={wanted}: the job names no {wanted} rows with labels. Fix: --{wanted}_file, or "
             f"--{wanted}_split_name of a data set"
         )
     stores = _tokenized({given: sources[given]}, config, tokenizer)

@@ -155,8 +155,8 @@ def _number(value: Any) -> str | None:
 MEANT = {
     "single_label_classification": "a text or an integer (1.0 and true want a cast to integers or "
     "text, numbers with fractions --problem_type regression, lists multi_label_classification)",
-    "multi_label_classification": "a list of different labels (jsonl, json, parquet), or text with "
-    "label_separator",
+    "multi_label_classification": "a list of different labels (jsonl, json, parquet; their names, "
+    "not 0 and 1 for each), or text with label_separator (not a list written as text)",
     "regression": "a finite number below 1e18",
 }
 

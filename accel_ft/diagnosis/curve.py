@@ -46,7 +46,7 @@ def same_curve(
         return Verdict.FAIL(
             f"update {first}: loss {mine[0]:.6f} against {theirs[0]:.6f}, gradient norm "
             f"{mine[1]:.6f} against {theirs[1]:.6f} on one process",
-            "divide by the label weight of the whole global batch (`accumulated gradient`); give "
-            "each rank its share of the same batch (`sampling`)",
+            "divide by the label weight of the whole global batch; give each rank its share of the "
+            "same batch",
         )
     return Verdict.PASS(f"{len(gaps)} updates, greatest relative difference {gaps.max():.1e}")

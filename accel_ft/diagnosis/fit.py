@@ -31,6 +31,7 @@ def will_it_fit(
     def largest(strategy: str) -> int:
         return wanted.largest(strategy, num_ranks, usable, update)
 
+    told = {"none": "one process", "ddp": "DDP", "fsdp": "FSDP2", "offload": "FSDP2 with offload"}
     simple = "none" if num_ranks == 1 else "ddp"
     order = [simple, *["fsdp"] * (num_ranks > 1), *["offload"] * (not on_cpu)]
     fitting = [name for name in order if largest(name) >= rows]
@@ -45,17 +46,17 @@ def will_it_fit(
         )
     )  # fmt: skip
     about = (
-        f"{now / MIB:,.0f} MiB of {capacity / MIB:,.0f} a rank under {strategy} "
+        f"{now / MIB:,.0f} MiB of {capacity / MIB:,.0f} a rank under {told[strategy]} "
         f"({parts}, unsharded); largest micro-batch {max(largest(strategy), 0)}"
     )
     if fitting:
-        why = "the simplest" if fitting[0] == simple else f"{simple} does not fit"
+        why = "the simplest" if fitting[0] == simple else f"{told[simple]} does not fit"
         needed = wanted.on_rank(fitting[0], num_ranks, rows, rows < update)
-        choice = f"{fitting[0]} ({why}): {needed / MIB:,.0f} MiB"
+        choice = f"{told[fitting[0]]} ({why}): {needed / MIB:,.0f} MiB"
     elif some:
         choice = (
-            f"{some[0]} with per_device_train_batch_size {largest(some[0])}: more accumulation "
-            "steps, the same global batch"
+            f"{told[some[0]]} with per_device_train_batch_size {largest(some[0])}: more "
+            "accumulation steps, the same global batch"
         )
     else:
         choice = "a larger device, more ranks, or a smaller model: not one row fits"

@@ -124,7 +124,7 @@ def loader_speed(
     wait, work = statistics.median(waits[2:]), statistics.median(steps[2:])
     about = f"a batch takes {1000 * wait:.1f} ms to come and {1000 * work:.1f} ms to compute"
     if wait > work:
-        return Verdict.WARN(about, "dataloader_num_workers: 2 or more; tokenise beforehand")
+        return Verdict.WARN(about, "dataloader_num_workers: 2 or more")
     return Verdict.PASS(about)
 
 
@@ -185,5 +185,7 @@ def disk(folder: Path, wanted: int) -> Finding:
     free = shutil.disk_usage(place).free
     about = f"{free / MIB:,.0f} MiB free, {wanted / MIB:,.0f} for the checkpoints"
     if free < wanted:
-        return Verdict.FAIL(about, "another output_dir, a smaller save_total_limit, or more room")
+        return Verdict.FAIL(
+            about, "another output_dir, a smaller save_total_limit (2 or more), or more room"
+        )
     return Verdict.PASS(about)

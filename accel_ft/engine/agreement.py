@@ -103,6 +103,6 @@ def refuse_other_rows(fingerprints: list[dict[str, Any]]) -> None:
         for name in sorted(first | others):
             if first.get(name) != others.get(name):
                 raise DataError(
-                    f"rank {rank} reads other {name} rows than rank 0. "
+                    f"rank {rank} reads other {name} rows than rank 0, or has another tokenizer. "
                     "Fix: the same files on every machine"
                 )

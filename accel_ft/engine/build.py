@@ -285,8 +285,8 @@ def _resolve_batch(
     usual = TrainConfig.model_fields["per_device_train_batch_size"].default
     if at_once > needed and at_once != usual:
         logger.warning(
-            "per_device_train_batch_size=%d: an update of global_batch_size=%d samples takes %d on "
-            "each rank. To fill them, another job: --global_batch_size %d",
+            "per_device_train_batch_size=%d, the most at once: an update of global_batch_size=%d "
+            "samples takes %d on each rank. To fill them, another job: --global_batch_size %d",
             at_once, size, needed, one_pass,
         )  # fmt: skip
     if size < num_processes:
@@ -312,10 +312,11 @@ def _warn_of_idle_keys(config: TrainConfig, num_steps: int, steps_per_epoch: int
     if patience is not None and evaluations <= patience + 1:
         logger.warning(
             "early_stopping_patience=%d: the run has %d evaluations, and cannot stop before its "
-            "end. Fix: fewer eval_steps",
+            "end. Fix: a smaller eval_steps",
             patience, evaluations,
         )  # fmt: skip
     if config.load_best_model_at_end and evaluations == 1:
         logger.warning(
-            "load_best_model_at_end: the run has one evaluation, at its end. Fix: fewer eval_steps"
-        )
+            "load_best_model_at_end: the run has one evaluation, at its end. Fix: eval_steps below "
+            "%d", num_steps,
+        )  # fmt: skip

@@ -40,12 +40,14 @@ def finish(run: Run) -> None:
 
     logits, names = _predict_validation(run, model_step), run.splits.label_names
     labels = run.splits.validation.labels(np.arange(len(logits), dtype=np.int64))
-    if not np.isfinite(logits).all():
+    lost = len(logits) - int(np.isfinite(logits).all(axis=1).sum())
+    if lost:
         keeps = run.config.load_best_model_at_end
         raise UserError(
-            f"the model of update {model_step} returns no numbers (NaN or infinite logits); "
-            "no model/ is written. Fix: a lower learning_rate, more warmup_steps, or "
-            + ("fewer eval_steps" if keeps else "load_best_model_at_end")
+            f"the model of update {model_step} returns no numbers (NaN or infinite logits) for "
+            f"{lost} of {len(logits)} validation rows; no model/ is written. Fix: another run, "
+            "with a lower learning_rate, more warmup_steps, or "
+            + ("a smaller eval_steps" if keeps else "load_best_model_at_end")
         )
     if run.config.problem_type == "multi_label_classification":
         run.thresholds = best_thresholds(logits, labels)

@@ -84,7 +84,7 @@ def fit_micro_batch(
     if capacity < 2 * whole:
         raise ConfigError(
             f"per_device_train_batch_size=auto: the whole model, {whole / 2**20:,.0f} MiB, has no "
-            "room on a device to be measured on. Fix: a number; `accel_ft.doctor` counts"
+            "room on a device to be measured on. Fix: a number, and FSDP (accelerate_configs)"
         )
     model.to(accelerator.device).train()
     wanted = measured_need(accelerator, model, splits.train, pad)
@@ -97,11 +97,12 @@ def fit_micro_batch(
     strategy = strategy_name(accelerator), accelerator.num_processes
     found = int(min(*watch.all_gather(wanted.largest(*strategy, usable, rows)), rows))
     if found < 1:
+        length = longest(splits.train)
         missing = wanted.on_rank(*strategy, 1, rows > 1) - usable
         raise ConfigError(
-            f"per_device_train_batch_size=auto: not one sample of {config.max_seq_length} tokens "
-            f"fits: {missing / 2**20:,.0f} MiB are missing. Fix: a shorter max_seq_length, lora_r, "
-            "gradient_checkpointing, or FSDP, as `accel_ft.doctor` advises"
+            f"per_device_train_batch_size=auto: not one sample of {length} tokens (the longest "
+            f"row's) fits: {missing / 2**20:,.0f} MiB are missing. Fix: a max_seq_length below "
+            f"{length}, lora_r, gradient_checkpointing, or FSDP (accelerate_configs)"
         )
     (earlier, *_) = watch.all_gather(_earlier_micro_batch(config, accelerator.num_processes))
     found = min(found, earlier or found)

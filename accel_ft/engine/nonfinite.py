@@ -123,7 +123,7 @@ def handle_nonfinite(run: Run) -> bool:
     run.num_nonfinite += 1
     run.newest_nonfinite = max(run.newest_nonfinite, outcome.step)
     what = f"the loss is {losses[0]}" if losses else "the loss is finite, its gradient is not"
-    where = f"samples {listed(ids, 10)} of {run.splits.train.store.name}"
+    where = f"samples {listed(ids, 10)} of {run.splits.train.store.name}, counted from 0"
     message = f"update {number}: {what}; {where}"
     if policy == "stop" or run.num_nonfinite > IN_A_ROW:
         _write_event(run, "stop", number, ids, losses, run.step)
@@ -137,12 +137,13 @@ def handle_nonfinite(run: Run) -> bool:
         in_a_row = f", after {IN_A_ROW} others in a row" * (policy != "stop")
         pass_over = ", or on_nonfinite: skip or rollback" * (policy == "stop")
         raise UserError(
-            f"{message}, counted from 0{in_a_row}. The weights are those of update {first}; "
+            f"{message}{in_a_row}. The weights are those of update {first}; "
             f"the newest checkpoint is {newest}"
-            + f", the newest of other weights {older}" * (older != newest)
+            + f", the newest of earlier weights {older}" * (older != newest)
             + ". Fix: "
             + ("sound pretrained weights, smaller class_weights or labels; " * (first == 0))
-            + "a lower learning_rate, more warmup_steps, mixed_precision bf16 or no instead of fp16"
+            + "a lower learning_rate or more warmup_steps, named by --allow_changed at a resume"
+            + ", bf16 in place of fp16" * (run.accelerator.mixed_precision == "fp16")
             + pass_over
         )
     logger.warning("%s: %s", message, policy)
@@ -188,17 +189,19 @@ def _roll_back(run: Run, sick_step: int) -> None:
     while first - 1 in run.passed_over:
         first -= 1
     spoilt = range(first, sick_step + 1) if first < sick_step else ()
-    left_out = [sick_step, first - 1] if spoilt and first > 0 else [sick_step]
     folder = state.find(run.watch, run.checkpoints, "latest", spoilt)
     assert folder is not None  # `rollback` saves before the first update
     if run.accelerator.is_main_process:
         published = [path for _, path in transaction.list_published(run.checkpoints)]
         later = published[published.index(folder) + 1 :]
-        transaction.remove_leftovers(run.checkpoints, later)
-    kept = run.num_nonfinite, run.newest_nonfinite, [*run.passed_over, *left_out]
+        transaction.set_aside(later, "rolled back from")
+        transaction.remove_leftovers(run.checkpoints)
+    kept = run.num_nonfinite, run.newest_nonfinite, run.passed_over
     run.outcomes.clear()
     resume(run, folder)
-    run.num_nonfinite, run.newest_nonfinite, run.passed_over = kept
+    left_out = [sick_step, first - 1] if spoilt and run.step < first else [sick_step]
+    run.num_nonfinite, run.newest_nonfinite = kept[:2]
+    run.passed_over = [*kept[2], *left_out]
     run.events.rewind(run.step, run.eval_is_due, run.passed_over)
     without = " and ".join(str(step + 1) for step in sorted(left_out))
     logger.warning("rolled back to update %d, to go on without %s", run.step, without)

@@ -5,12 +5,17 @@ import math
 from pathlib import Path
 from typing import Any
 
-from accel_ft.checkpoint import state
+from accel_ft.checkpoint import state, transaction
 from accel_ft.engine.graphs import Graphs
 from accel_ft.engine.run import Run
 from accel_ft.errors import CheckpointError
+from accel_ft.runtime.logging import read_events
 
 logger = logging.getLogger(__name__)
+
+OF_THE_PLAN = (
+    "global_batch_size", "oversampling", "seed", "train_data", "train_sampling_strategy",
+)  # fmt: skip
 
 
 def resume(run: Run, folder: Path) -> None:
@@ -36,6 +41,9 @@ def resume(run: Run, folder: Path) -> None:
     run.saved_step = run.step
     _set_rates(run, fresh)
     _tell_what_differs(run, saved)
+    if run.step == run.num_steps:  # maybe only now: it was not evaluated then
+        evaluated = [event["step"] for event in read_events(run.events.path, "eval")]
+        run.eval_is_due |= run.watch.all_gather(run.step not in evaluated)[0]
     _forget_stale_best(run, saved["validation_data"])
     sums, rank = saved["loss_sums"], run.accelerator.process_index
     if len(sums) == run.accelerator.num_processes:
@@ -86,6 +94,9 @@ def _tell_what_differs(run: Run, saved: dict[str, Any]) -> None:
             "%d are done, as if those had been of this job; rows of epoch %.2f come next",
             run.step, run.num_steps, run.step / run.plan.steps_per_epoch,
         )  # fmt: skip
+    if any(here[key] != there.get(key, here[key]) for key in OF_THE_PLAN):
+        # What was left out is not what comes under its number now.
+        run.passed_over = [step for step in run.passed_over if step < run.step]
     validation = run.splits.validation
     if validation.store is run.splits.train.store:  # cut off them
         validation.warn_if_trained_on(saved["identity"]["train_data"])
@@ -100,12 +111,15 @@ def _forget_stale_best(run: Run, rows: str) -> None:
     if run.best is None:
         return
     metric, rule = run.best["metric"], run.config.best_rule
+    is_over = run.is_over and not run.eval_is_due  # which chooses among the two
     is_needed = run.protected_step not in (None, run.step)  # or it was just loaded
     is_lost = is_needed and not state.is_sound(run.watch, run.best_folder())
-    other_rule = metric != rule and run.step < run.num_steps
-    other_rows = rows != run.splits.validation.fingerprint() and not run.is_over
-    if is_lost and run.is_over and not other_rule:  # before what its end has left is removed
+    other_rule = metric != rule and (run.step < run.num_steps or run.eval_is_due)
+    other_rows = rows != run.splits.validation.fingerprint() and not is_over
+    if is_lost and is_over and not other_rule:  # before what its end has left is removed
         raise run.best_is_lost()
+    if is_lost and run.accelerator.is_main_process and run.best_folder().exists():
+        transaction.set_aside([run.best_folder()], "the best one, damaged")  # it would be pruned
     if other_rule or other_rows or is_lost:
         why = f"now it is {rule}" if other_rule else "its checkpoint is lost"
         logger.warning(
@@ -117,3 +131,10 @@ def _forget_stale_best(run: Run, rows: str) -> None:
         logger.warning(
             "the best model stays that by %s: no update is left to choose by %s", metric, rule
         )
+    elif not run.config.load_best_model_at_end and run.config.save_total_limit:
+        older = transaction.list_published(run.checkpoints)[: -run.config.save_total_limit]
+        if run.best["step"] in dict(older):
+            logger.warning(
+                "the checkpoint of the best evaluation, of update %d, is kept no longer: "
+                "load_best_model_at_end is off", run.best["step"],
+            )  # fmt: skip

@@ -16,7 +16,7 @@ from accel_ft.model import load
 from accel_ft.runtime.files import write_whole
 from accel_ft.runtime.logging import read_events
 from accel_ft.runtime.receipt import write_receipt
-from accel_ft.settings import read_receipt
+from accel_ft.settings import is_run, read_receipt
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ def is_finished(run: Run) -> bool:
     if config.resume_from_checkpoint != "latest" or not ends:
         return False
     step, patience = ends[-1]["step"], config.early_stopping_patience
+    if step > run.num_steps:
+        _checked_receipt(run)  # another job's: of more samples an update, or fewer rows
     refuse_fewer_updates(run.output_dir, step, run.num_steps)
     is_whole = step >= run.num_steps
     if not is_whole and (patience is None or ends[-1]["num_worse"] < patience):
@@ -101,7 +103,8 @@ def start_or_resume(run: Run) -> None:
     has_ended = any(read_events(run.events.path, "end"))
     if folder is not None:
         in_here = folder.parent.resolve() == run.checkpoints.resolve()
-        if not in_here and (transaction.list_published(run.checkpoints) or has_ended):
+        is_in_use = is_run(run.output_dir) or transaction.list_published(run.checkpoints)
+        if not in_here and (is_in_use or has_ended):
             _checked_receipt(run)
         resume(run, folder)
         own = transaction.checkpoint_folder(run.checkpoints, run.step)
@@ -113,6 +116,14 @@ def start_or_resume(run: Run) -> None:
             "Fix: another output_dir"
         )
     elif wanted is not None:
+        starts = read_receipt(run.output_dir)["starts"] if is_run(run.output_dir) else []
+        before = starts[-1]["step"] if starts else 0
+        if before > 0:
+            raise CheckpointError(
+                f"{run.output_dir}: its last start went on from update {before}, and no checkpoint "
+                "is here. Fix: --resume_from_checkpoint FOLDER, the one of that start, another "
+                "output_dir, or no resume_from_checkpoint: from the beginning"
+            )
         logger.info("no checkpoint in %s yet: starting from the beginning", run.checkpoints)
     later = [path for step, path in transaction.list_published(run.checkpoints) if step > run.step]
     if later and wanted != "latest":
@@ -125,7 +136,8 @@ def start_or_resume(run: Run) -> None:
     _announce(run)
     if accelerator.is_main_process:
         transaction.make_root(run.checkpoints)
-        transaction.remove_leftovers(run.checkpoints, later)
+        transaction.set_aside(later, "passed over")
+        transaction.remove_leftovers(run.checkpoints)
         _check_space(run)
         # First, so that it is ended no more, whenever it is killed from here on.
         run.events.rewind(run.step, run.eval_is_due, run.passed_over)
@@ -173,7 +185,7 @@ def _check_space(run: Run) -> None:
         raise CheckpointError(
             f"output_dir={run.output_dir}: {free / 1e6:,.1f} MB are free on its disk, this run "
             f"needs {wanted / 1e6:,.1f} MB. Fix: free some, another output_dir, or a smaller "
-            "save_total_limit"
+            "save_total_limit (2 or more)"
         )
 
 

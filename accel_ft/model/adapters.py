@@ -182,9 +182,9 @@ def merged(
             adapters.
     """
     name = str(adapters["base_model_name_or_path"])
-    folder = load.resolve(name, "base_model_name_or_path")
     pretrained = pretrained or {}
     try:
+        folder = load.resolve(name, "base_model_name_or_path")
         found = load.provenance(name) if pretrained else {}
     except ConfigError as error:
         raise ConfigError(
@@ -211,7 +211,9 @@ def merged(
     saved = {name.replace(".modules_to_save.default", "") for name in weights}
     lost = {name for name in new_parameters if f"base_model.model.{name}" not in saved}
     if strange := sorted(trained ^ (weights.keys() - buffers) | lost):
-        raise CheckpointError(f"its adapters are not those of {folder}: {listed(strange, 5)}")
+        raise CheckpointError(
+            f"the checkpoint's adapters are not those of {folder}: {listed(strange, 5)}"
+        )
     model.load_state_dict(weights, strict=False)
     return model.merge_and_unload()
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, HfApi, ModelCardData
+from huggingface_hub.errors import HFValidationError
 
 from accel_ft.config import DEFAULT_DATASET, FILE_KEYS
 from accel_ft.errors import ConfigError, first_line
@@ -122,6 +123,8 @@ def require_repo(repo_id: str, private: bool) -> str:
         # By name: which HTTP library the Hub's uses has changed before.
         if re.search("Connect|Timeout|Offline", type(error).__name__):
             what, fix = "cannot be reached", "mend the network, HF_ENDPOINT or HF_HUB_OFFLINE"
+        if isinstance(error, HFValidationError):  # the name of output_dir may be none of a repo
+            what, fix = "refuses", "--hub_model_id NAME, or ACCOUNT/NAME"
         raise ConfigError(
             f"hub_model_id={repo_id}: the Hub {what}: {first_line(error).rstrip('.')}. "
             f"Fix: {fix}; or push_to_hub: false, and `hf upload` later"

@@ -42,10 +42,20 @@ def fetching(key: str, name: str) -> Iterator[None]:
         is_told = constants.HF_HUB_OFFLINE
         why = "HF_HUB_OFFLINE is set" if is_told else "the Hub cannot be reached"
         other = "--train_file" if key == "dataset_name" else "a package:// model"
+        lacks = "its cache here does not hold it"
+        if not any(isinstance(each, FileNotFoundError) for each in _with_causes(error)):
+            lacks = f"from its cache here it cannot be loaded: {_told(error).rstrip('.')}"
         raise ConfigError(
-            f"{key}={name}: {why}, and its cache here does not hold it. Fix: a local folder, or "
-            f"{other}. To try accel_ft without the Hub:\n  {QUICKSTART}"
+            f"{key}={name}: {why}, and {lacks}. Fix: a local folder, or {other}. "
+            f"To try accel_ft without the Hub:\n  {QUICKSTART}"
         ) from error
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and those it came from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _told(error: Exception) -> str:

@@ -21,7 +21,7 @@ from accelerate.utils import (
 )
 from torch import nn
 
-from accel_ft.errors import LaunchError, in_one_line
+from accel_ft.errors import LaunchError, in_one_line, listed
 from accel_ft.runtime import fsdp
 from accel_ft.runtime.compiled import configure, is_compiled, start_compile_workers
 from accel_ft.runtime.gloo import give_groups_one_worker
@@ -37,7 +37,7 @@ from accel_ft.runtime.request import (
 
 logger = logging.getLogger(__name__)
 
-MIXED_PRECISION = "mixed_precision (another than this process began with needs a new one)"
+MIXED_PRECISION = "mixed_precision (a process keeps the one it began with)"
 LAUNCHER_GONE = "the launcher ended before this rank had started"
 QUIET_SECONDS = 20.0  # after which a rank that waits for others says so
 SLOW = 1.25  # times float32's time, from which a precision is called slow
@@ -120,7 +120,8 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
     if slowdown > SLOW:
         logger.warning(
             "precision %s: products of matrices take %.1f times as long as in float32 here. Fix: "
-            "--mixed_precision no", accelerator.mixed_precision, slowdown,
+            "--mixed_precision no before -m, or ACCELERATE_MIXED_PRECISION=no",
+            accelerator.mixed_precision, slowdown,
         )  # fmt: skip
     return accelerator
 
@@ -223,12 +224,13 @@ def check_granted(accelerator: Accelerator, model: nn.Module) -> None:
         for module in model.modules()
     )
     asked_cpu = on_cpu if request.use_cpu is None else request.use_cpu
+    unwrapped = fsdp.unwrapped_layers(accelerator, model)
     compared: list[tuple[str, Any, Any]] = [
         ("strategy", strategy, fsdp.strategy_of(model)),
         (MIXED_PRECISION, request.mixed_precision, accelerator.mixed_precision),
         ("compile", is_compiled(), compiled),
         ("use_cpu", asked_cpu, on_cpu),
-        ("layers not wrapped", [], fsdp.unwrapped_layers(accelerator, model)),
+        ("layers left unwrapped", "none", listed(unwrapped, 5) or "none"),
     ]
     differences = [
         f"{key}: {asked} asked, {found} found" for key, asked, found in compared if found != asked

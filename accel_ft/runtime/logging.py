@@ -123,7 +123,8 @@ class EventLog:
             except OSError as error:
                 raise CheckpointError(
                     f"{self.path}: cannot be written ({error.strerror}). Fix: room on its disk, "
-                    "then the same command with --resume_from_checkpoint latest"
+                    "or the right to write there, then the same command with "
+                    "--resume_from_checkpoint latest"
                 ) from error
         self.listener(event, step, values)
 

@@ -422,7 +422,7 @@ class Watch:
         if "imed out" not in str(error):
             return None
         others = [self._words(beat, "has not come") for beat in self._others()]
-        return f"rank {self.rank} waited for {self.limit:.0f} s: " + "; ".join(others)
+        return f"rank {self.rank} waited for {self.limit:.0f} s (ddp_timeout): " + "; ".join(others)
 
     def _find_lost(
         self, limit: float = 0.0, wait_seconds: float = 0.0

@@ -255,7 +255,7 @@ def test_what_was_saved_before_a_sickness_stays(
         train.main([*words, "--max_steps", "30"])
     kept = transaction.list_published(tmp_path / "run/checkpoints")
     assert [step for step, _ in kept] == [3, 6, 9, 12]
-    newest = "the newest checkpoint is step_00000012, the newest of other weights step_00000003. "
+    newest = "the newest checkpoint is step_00000012, the newest of earlier weights step_00000003. "
     assert newest in str(error.value)
     assert "The weights are those of update 4;" in str(error.value)
     monkeypatch.undo()
@@ -267,6 +267,49 @@ def test_what_was_saved_before_a_sickness_stays(
     train.main([*words, "--max_steps", "30", *LATEST])  # the sickness is over
     kept = transaction.list_published(tmp_path / "run/checkpoints")
     assert [step for step, _ in kept] == [27, 30]
+
+
+def test_a_rollback_that_comes_no_further_back_leaves_out_what_it_says(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """An update that the newest checkpoint's weights hold is not left out by its number."""
+    make_sick(monkeypatch, set(range(2 * 4, 200)))
+    words += ["--on_nonfinite", "rollback", "--save_steps", "1", "--save_total_limit", "2"]
+    with pytest.raises(UserError, match="The weights are those of update 3; "):
+        train.main([*words, "--max_steps", "30"])
+    told = re.findall(
+        r"rolled back to update (\d+), to go on without (.*)", capsys.readouterr().err
+    )
+    assert told[:3] == [("4", "5"), ("3", "4 and 6"), ("6", "7")]
+
+
+def test_what_was_left_out_is_none_of_another_order(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_sick(monkeypatch, {2 * SICK_STEP})
+    after, left_out = Run.after_update, []
+
+    def fail(run: Run) -> None:
+        if run.passed_over and run.step == SICK_STEP - 1:
+            run.save()
+            raise RuntimeError("stopped")
+        after(run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "after_update", fail)
+        with pytest.raises(RuntimeError, match="stopped"):
+            train.main([*words, "--on_nonfinite", "rollback", "--save_steps", "3"])
+    start = Run.start
+    monkeypatch.setattr(Run, "start", lambda run: (left_out.append(run.passed_over), start(run)))
+    for seed in ([], ["--seed", "7", "--allow_changed", "seed"]):
+        folder = str(tmp_path / f"other{len(seed)}")
+        newest = transaction.list_published(tmp_path / "run/checkpoints")[-1][1]
+        words[words.index("--output_dir") + 1] = folder
+        train.main([*words, "--resume_from_checkpoint", str(newest), *seed])
+    assert left_out == [[SICK_STEP], []]
 
 
 def test_a_skip_comes_once_in_the_log_of_a_run_that_goes_on(

@@ -408,7 +408,7 @@ def test_folders_that_are_nearly_checkpoints(words: list[str], tmp_path: Path) -
         with pytest.raises(ConfigError, match=r"holds no model .* of a run, or of a checkpoint"):
             predict.main(["--checkpoint", str(folder), "--text", "a"])
     again = [*words, "--output_dir", str(tmp_path / "b")]
-    with pytest.raises(CheckpointError, match="run: is no checkpoint, or a damaged one"):
+    with pytest.raises(CheckpointError, match="run: is a run, no checkpoint. Fix: latest, or"):
         train.main([*again, "--resume_from_checkpoint", str(tmp_path / "run")])
 
 
@@ -663,7 +663,8 @@ def test_the_largest_micro_batch_that_fits(
     train.main([*words, "--max_steps", "1", "--output_dir", str(inside), *LATEST])
     monkeypatch.setattr(fitting, "device_bytes", lambda _: 200_000)  # the model's states have none
     with pytest.raises(
-        ConfigError, match="per_device_train_batch_size=auto: not one sample of 32 tokens fits"
+        ConfigError,
+        match="auto: not one sample of 32 tokens .the longest row's. fits: .* below 32,",
     ):
         train.main([*words, "--output_dir", str(tmp_path / "none")])
     with pytest.raises(

@@ -24,6 +24,7 @@ from accel_ft.checkpoint import transaction
 from accel_ft.config import TrainConfig
 from accel_ft.engine import start
 from accel_ft.engine.build import build
+from accel_ft.engine.run import Run
 from accel_ft.errors import CheckpointError, ConfigError, DataError, UserError
 from accel_ft.runtime.watch import Watch
 from accel_ft.settings import parse, read_receipt
@@ -425,6 +426,29 @@ def test_latest_with_no_checkpoint_starts(
     assert end_of(tmp_path / "run") == (2, 2)
 
 
+def test_latest_of_a_start_that_went_on_from_elsewhere_does_not_begin_anew(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed before its first save: the same command with `latest` would train from update 0."""
+    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run")]
+    theirs = ["--resume_from_checkpoint", str(finished / "checkpoints/step_00000008")]
+
+    def fail(_: Run) -> None:
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "save", fail)
+        with pytest.raises(RuntimeError, match="killed"):
+            train.main([*words, *theirs])
+    with pytest.raises(CheckpointError, match="went on from update 8, and no checkpoint is here"):
+        train.main([*words, *LATEST])
+    other = [*words, "--learning_rate", "0.01"]
+    with pytest.raises(CheckpointError, match="run: belongs to another job(.|\n)*learning_rate: 0"):
+        train.main([*other, *theirs])  # its log would be of both
+    train.main([*words, *theirs])
+    assert run_hash(tmp_path / "run")["optimizer"] == run_hash(finished)["optimizer"]
+
+
 def test_a_finished_run_goes_on_when_given_more_epochs(finished: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = ["--config", str(finished / "config.yaml"), "--output_dir", str(run)]
@@ -504,6 +528,8 @@ def test_a_finished_run_is_not_taken_for_another(finished: Path) -> None:
         CheckpointError, match="learning_rate: 0.001 in the checkpoint, 0.01 in this job"
     ):
         train.main([*words, "--learning_rate", "0.01"])
+    with pytest.raises(CheckpointError, match="global_batch_size: 8 in the checkpoint, 16 in this"):
+        train.main([*words, "--global_batch_size", "16"])  # so fewer updates
 
 
 def test_going_back_does_not_orphan_later_checkpoints(finished: Path, tmp_path: Path) -> None:

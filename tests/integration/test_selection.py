@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import shutil
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from accel_ft import load_classifier, train
 from accel_ft.config import TrainConfig
 from accel_ft.data.splits import load_splits
 from accel_ft.engine.run import Run
-from accel_ft.errors import CheckpointError, ConfigError, UserError
+from accel_ft.errors import CheckpointError, ConfigError, Preempted, UserError
 from accel_ft.model import load
 
 
@@ -311,6 +312,7 @@ def test_a_damaged_best_checkpoint_is_told_at_the_resume(
     train.main([*words, *LATEST])
     told = capsys.readouterr().err
     assert "step_00000002: model.safetensors is damaged" in told
+    assert (weights.parents[1] / "damaged-step_00000002/optimizer.bin").is_file()
     assert (
         "the best evaluation so far (by loss, the highest) is forgotten: its checkpoint is lost"
         in told
@@ -321,6 +323,66 @@ def test_a_damaged_best_checkpoint_is_told_at_the_resume(
     assert best < 12  # else it would show nothing
     assert [e["model_step"] for e in events if e["event"] in ("test", "end")] == [best, best]
     assert f"test after update {best} (epoch" in told
+
+
+def test_a_best_checkpoint_that_is_kept_no_longer_is_told(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who forgets load_best_model_at_end at a resume would find out when it is gone."""
+    words += ["--eval_steps", "2", "--save_steps", "2", "--metric_for_best_model", "loss"]
+    words += ["--greater_is_better", "true", "--save_total_limit", "2"]
+    with pytest.raises(RuntimeError):
+        stopped_at(9, [*words, "--load_best_model_at_end"])
+    assert (tmp_path / "run/checkpoints/step_00000002").is_dir()
+    told = "of update 2, is kept no longer: load_best_model_at_end is off"
+    train.main([*words, "--load_best_model_at_end", "--max_steps", "8", *LATEST])
+    assert told not in capsys.readouterr().err
+    train.main([*words, "--max_steps", "10", *LATEST])
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "run/checkpoints/step_00000002").exists()
+
+
+def test_a_run_that_is_to_end_where_it_stands_is_evaluated_there(
+    words: list[str], tmp_path: Path
+) -> None:
+    """Its last update was to be followed by others, and was not evaluated; it may be the best."""
+    words += ["--eval_steps", "3", "--save_steps", "1", "--load_best_model_at_end"]
+    words += ["--metric_for_best_model", "loss"]
+    with pytest.raises(RuntimeError):
+        stopped_at(5, words)
+    train.main([*words, "--max_steps", "5", *LATEST])
+    events = events_of(tmp_path / "run")
+    losses = {e["step"]: e["eval_loss"] for e in events if e["event"] == "eval"}
+    assert list(losses) == [3, 5]
+    assert events[-1]["model_step"] == min(losses, key=losses.__getitem__)
+
+
+@pytest.mark.parametrize("changed", ["metric", "rows", "lost"])
+def test_the_last_evaluation_is_made_up_for_by_another_rule(
+    changed: str, words: list[str], tmp_path: Path, rows_file: Path
+) -> None:
+    """A value of another metric, or of other rows, is none to compare the last one with."""
+    words += ["--eval_steps", "3", "--save_steps", "3", "--load_best_model_at_end"]
+    words += ["--metric_for_best_model", "loss", "--greater_is_better", "true"]
+    evaluate = Run.evaluate
+
+    def signalled(run: Run) -> bool:
+        run.watch.stop_signal = signal.SIGTERM * (run.step == 12)
+        return evaluate(run)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "evaluate", signalled)
+        with pytest.raises(Preempted):
+            train.main(words)
+    if changed == "metric":
+        words[-4:] = ["--metric_for_best_model", "accuracy"]
+    elif changed == "rows":
+        words += ["--validation_file", str(rows_file)]
+    else:
+        (tmp_path / "run/checkpoints/step_00000003/optimizer.bin").unlink()
+    train.main([*words, *LATEST])
+    end = events_of(tmp_path / "run")[-1]
+    assert (end["event"], end["model_step"]) == ("end", 12)
 
 
 def test_a_best_model_that_is_lost_is_not_replaced_by_the_last(

@@ -318,6 +318,8 @@ def test_a_hub_that_is_away_is_no_matter_of_tokens() -> None:
     ) as told:
         require_repo("me/x", private=False)
     assert "auth login" not in str(told.value)
+    with pytest.raises(ConfigError, match="my run: the Hub refuses: .*Fix: --hub_model_id NAME"):
+        require_repo("my run", private=False)  # the name of an output_dir
 
 
 def test_a_hub_that_refuses_is_met_before_the_training(

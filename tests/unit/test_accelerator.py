@@ -261,7 +261,7 @@ def test_a_process_has_one_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     launch.make_accelerator()
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     accelerator = launch.make_accelerator()
-    with pytest.raises(LaunchError, match=r"mixed_precision .another than .*: bf16 asked, no"):
+    with pytest.raises(LaunchError, match=r"mixed_precision .a process keeps .*: bf16 asked, no"):
         launch.check_granted(accelerator, accelerator.prepare(torch.nn.Linear(1, 1)))
 
 

@@ -173,7 +173,9 @@ def test_rules_between_keys(tmp_path: Path) -> None:
         ["--test_split_name", "train"],
         ["--test_split_name", "a", "--validation_split_name", "a"],
     ):
-        assert "is to be trained on and measured on" in fault("--dataset_name", "x", *words)
+        assert "is named twice (train_split_name is train by itself)" in fault(
+            "--dataset_name", "x", *words
+        )
     words = ["--checkpoint", "m", "--dataset_name", "x", "--test_split_name", "train"]
     parse(EvaluateConfig, words, "evaluate")  # which trains on nothing
     (tmp_path / "link.csv").symlink_to("gone.csv")

@@ -615,9 +615,9 @@ def test_will_it_fit() -> None:
     well(fit.will_it_fit(wanted, "ddp", 2, capacity=4000, rows=8))
     finding = fit.will_it_fit(wanted, "ddp", 2, capacity=2000, rows=8)
     caught(finding, "largest micro-batch 2")
-    assert finding.mend.startswith("fsdp (ddp does not fit): 0 MiB")
+    assert finding.mend.startswith("FSDP2 (DDP does not fit): 0 MiB")
     finding = fit.will_it_fit(wanted, "none", 1, capacity=2000, rows=32)
-    assert "none with per_device_train_batch_size 2" in finding.mend
+    assert "one process with per_device_train_batch_size 2" in finding.mend
     assert "not one row fits" in fit.will_it_fit(wanted, "ddp", 2, capacity=100, rows=8).mend
     needy = memory.Need(
         parameters=4000, gradients=4000, moments=8000, per_row=1, fixed=0, gathered=10
@@ -625,7 +625,7 @@ def test_will_it_fit() -> None:
     assert fit.will_it_fit(needy, "none", 1, capacity=9000, rows=8).mend.startswith("offload")
     assert "not one row fits" in fit.will_it_fit(needy, "none", 1, 9000, 8, on_cpu=True).mend
     finding = fit.will_it_fit(wanted, "fsdp", 2, capacity=4000, rows=8)
-    assert "choice: ddp (the simplest)" in finding.measured
+    assert "choice: DDP (the simplest)" in finding.measured
 
 
 def test_fsdp_keeps_whole_gradients_while_they_accumulate() -> None:

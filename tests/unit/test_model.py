@@ -85,15 +85,18 @@ def test_the_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(
         "transformers.AutoTokenizer.from_pretrained",
-        lambda *_, **__: offline.append(constants.HF_HUB_OFFLINE) or (_ for _ in ()).throw(OSError),
+        lambda *_, **__: offline.append(constants.HF_HUB_OFFLINE) or (_ for _ in ()).throw(fault),
     )
     hub_reachable.cache_clear()
-    with pytest.raises(ConfigError, match="the Hub cannot be reached(.|\n)*quickstart"):
+    fault: OSError = FileNotFoundError("the disk cache")
+    lacks = "the Hub cannot be reached, and its cache here does not hold it. (.|\n)*quickstart"
+    with pytest.raises(ConfigError, match=lacks):
         load_tokenizer("distilbert/no-such-model")
     assert (offline, constants.HF_HUB_OFFLINE) == ([True], False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub_reachable.cache_clear()
-    with pytest.raises(ConfigError, match="no-such-model: HF_HUB_OFFLINE is set, and its cache"):
+    fault = OSError("half a file.")  # the cache has it, in vain
+    with pytest.raises(ConfigError, match="is set, and from its .* loaded: half a file. Fix"):
         load_tokenizer("distilbert/no-such-model")
     hub_reachable.cache_clear()
 
