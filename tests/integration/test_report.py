@@ -107,7 +107,9 @@ def test_the_report_in_a_browser(width: int, words: list[str], tmp_path: Path) -
     assert "CONSOLE" not in done.stderr
     found = re.search(r"<title>(\d+),(\d+),(\d+)</title>", done.stdout)
     assert found is not None
-    assert [int(number) for number in found.groups()] == [0, 9, 9]
+    pictures = page.count("<img ")
+    assert pictures > 8
+    assert [int(number) for number in found.groups()] == [0, pictures, pictures]
 
 
 def test_long_texts_are_shortened_in_the_report(words: list[str], tmp_path: Path) -> None:
