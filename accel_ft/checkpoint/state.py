@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 TRAINER_STATE = "trainer_state.json"
 NO_SEED = 2**62 + 1  # of no run: keys fit 32 bits
 RUN_STATE = (  # a run's own, by name
-    "step", "best", "num_worse", "eval_is_due", "num_nonfinite", "newest_nonfinite", "passed_over",
+    "step", "best", "num_worse", "eval_is_due", "evaluated_step", "num_nonfinite",
+    "newest_nonfinite", "passed_over",
 )  # fmt: skip
 TRAINER_STATE_KEYS = {
     *RUN_STATE, "num_processes", "device", "devices", "identity", "loss_sums", "loss_weight",
@@ -133,9 +134,10 @@ def find(
             else:
                 found = Path(wanted)
                 if (found / "checkpoints").is_dir():
+                    latest = "latest, or " * (found.resolve() == root.parent.resolve())
                     raise CheckpointError(
                         f"resume_from_checkpoint={wanted}: is a run, no checkpoint. "
-                        f"Fix: latest, or a folder in {found / 'checkpoints'}"
+                        f"Fix: {latest}a folder in {found / 'checkpoints'}"
                     )
                 check(found)
         except CheckpointError as error:
@@ -197,8 +199,9 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
     """
     try:
         state: dict[str, Any] = json.loads((folder / TRAINER_STATE).read_text(encoding="utf-8"))
+        state.setdefault("evaluated_step", state["step"])  # it may be of when there was no such key
         return {key: state[key] for key in TRAINER_STATE_KEYS}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder}: no readable {TRAINER_STATE} ({error!r})") from error
 
 

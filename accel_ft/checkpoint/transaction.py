@@ -7,7 +7,7 @@ Write: into a staging folder, which is sealed when all is in it; then, beside th
     checkpoints/.staging-step_00000500/       being written, or left over by a run that was killed
     checkpoints/.sealed-BOOT-step_00000500/   written, not on the disk yet
     checkpoints/step_00000500/                published
-    checkpoints/damaged-step_00000500/        passed over by a resume
+    checkpoints/damaged-step_00000500/        set aside by a resume or a rollback
 
 A killed process takes nothing along that it has written: the next one publishes what it finds
 sealed. A machine that went down does: what was sealed before its last start is dropped.

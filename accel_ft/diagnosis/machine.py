@@ -1,6 +1,7 @@
 """The machine: versions, devices, links between ranks, limits, clocks, disk, Hub, loader speed."""
 
 import importlib.metadata
+import math
 import resource
 import shutil
 import statistics
@@ -15,7 +16,6 @@ from torch import distributed as dist
 
 from accel_ft.diagnosis.finding import Finding, Verdict, check, gather, num_ranks
 from accel_ft.errors import listed
-from accel_ft.runtime.launch import SLOW, product_time
 
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "numpy")
 MIB = 2**20
@@ -24,6 +24,8 @@ REDUCED_BYTES = (4 * 1024, MIB, 16 * MIB)
 TIMED_BATCHES = 8
 SHARED_BYTES = 256 * MIB
 SKEW_SECONDS = 2.0
+SLOW = 1.25  # times float32's time, from which a precision is called slow
+TIMED_PRODUCTS, TIMED_SECONDS = 5, 0.5
 
 
 @check("versions")
@@ -63,8 +65,29 @@ def devices(device: torch.device, precision: str) -> Finding:
         f"; a product of matrices in {precision} takes {slowest:.2f} times as long as in float32"
     )
     if slowest > SLOW:
-        return Verdict.WARN(about, "--mixed_precision no")
+        return Verdict.WARN(about, "for another run mixed_precision no, on a GPU maybe fp16")
     return Verdict.PASS(about)
+
+
+def product_time(device: torch.device, precision: str) -> float:
+    """Return the time of a product of matrices in `precision` (no, bf16, fp16) by that in float32.
+    A processor may have no instructions for it, or (Sapphire Rapids without AMX) slow ones.
+    """
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    if kind is None:
+        return 1.0
+    side = 1024 if device.type == "cpu" else 2048
+    fastest, begun = {kind: math.inf, torch.float32: math.inf}, time.perf_counter()
+    for _ in range(TIMED_PRODUCTS):  # in turn
+        for each, seconds in fastest.items():
+            matrix = torch.ones(side, side, dtype=each, device=device)
+            matrix[0, 0].item()  # waits until it is there
+            start = time.perf_counter()
+            (matrix @ matrix.T)[0, 0].item()
+            fastest[each] = min(seconds, time.perf_counter() - start)
+        if time.perf_counter() - begun > TIMED_SECONDS:
+            break
+    return fastest[kind] / fastest[torch.float32]
 
 
 @check("all-reduce")
@@ -186,6 +209,6 @@ def disk(folder: Path, wanted: int) -> Finding:
     about = f"{free / MIB:,.0f} MiB free, {wanted / MIB:,.0f} for the checkpoints"
     if free < wanted:
         return Verdict.FAIL(
-            about, "another output_dir, a smaller save_total_limit (2 or more), or more room"
+            about, "another output_dir, more room, or a smaller save_total_limit (2 at least)"
         )
     return Verdict.PASS(about)

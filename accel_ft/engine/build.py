@@ -317,6 +317,6 @@ def _warn_of_idle_keys(config: TrainConfig, num_steps: int, steps_per_epoch: int
         )  # fmt: skip
     if config.load_best_model_at_end and evaluations == 1:
         logger.warning(
-            "load_best_model_at_end: the run has one evaluation, at its end. Fix: eval_steps below "
-            "%d", num_steps,
-        )  # fmt: skip
+            "load_best_model_at_end: the run has one evaluation, at its end%s",
+            f". Fix: eval_steps below {num_steps}" * (num_steps > 1),
+        )

@@ -68,7 +68,7 @@ def finish(run: Run) -> None:
 
 def _predict_validation(run: Run, model_step: int) -> NDArray[np.float32]:
     """Return the final model's logits of the validation rows, [n, C]. Collective."""
-    if run.logits is not None and run.logits_step == model_step:
+    if run.logits is not None and run.evaluated_step == model_step:
         return run.logits
     run.watch.stage("eval", can_save=True)
     num_samples, loader = len(run.splits.validation), run.validation_loader

@@ -196,12 +196,14 @@ def _roll_back(run: Run, sick_step: int) -> None:
         later = published[published.index(folder) + 1 :]
         transaction.set_aside(later, "rolled back from")
         transaction.remove_leftovers(run.checkpoints)
-    kept = run.num_nonfinite, run.newest_nonfinite, run.passed_over
+    kept, passed_over = (run.num_nonfinite, run.newest_nonfinite), run.passed_over
     run.outcomes.clear()
-    resume(run, folder)
+    lost = resume(run, folder)
+    if run.accelerator.is_main_process:
+        transaction.set_aside(lost, "passed over")
     left_out = [sick_step, first - 1] if spoilt and run.step < first else [sick_step]
-    run.num_nonfinite, run.newest_nonfinite = kept[:2]
-    run.passed_over = [*kept[2], *left_out]
+    run.num_nonfinite, run.newest_nonfinite = kept
+    run.passed_over = [*passed_over, *left_out]
     run.events.rewind(run.step, run.eval_is_due, run.passed_over)
     without = " and ".join(str(step + 1) for step in sorted(left_out))
     logger.warning("rolled back to update %d, to go on without %s", run.step, without)

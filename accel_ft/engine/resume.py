@@ -5,11 +5,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from accel_ft.checkpoint import state, transaction
+from accel_ft.checkpoint import state
 from accel_ft.engine.graphs import Graphs
 from accel_ft.engine.run import Run
 from accel_ft.errors import CheckpointError
-from accel_ft.runtime.logging import read_events
 
 logger = logging.getLogger(__name__)
 
@@ -18,8 +17,11 @@ OF_THE_PLAN = (
 )  # fmt: skip
 
 
-def resume(run: Run, folder: Path) -> None:
+def resume(run: Run, folder: Path) -> list[Path]:
     """Continue from a verified checkpoint. Collective.
+
+    Returns:
+        The checkpoint of the best evaluation if it is damaged: to be set aside, or it is pruned.
 
     Raises:
         CheckpointError: it is another job's, or of a later update than this job's last.
@@ -41,16 +43,17 @@ def resume(run: Run, folder: Path) -> None:
     run.saved_step = run.step
     _set_rates(run, fresh)
     _tell_what_differs(run, saved)
-    if run.step == run.num_steps:  # maybe only now: it was not evaluated then
-        evaluated = [event["step"] for event in read_events(run.events.path, "eval")]
-        run.eval_is_due |= run.watch.all_gather(run.step not in evaluated)[0]
-    _forget_stale_best(run, saved["validation_data"])
+    run.logits = None  # of before a rollback
+    if run.step == run.num_steps != run.evaluated_step:  # it is the last one only now
+        run.eval_is_due = True
+    lost = _forget_stale_best(run, saved["validation_data"])
     sums, rank = saved["loss_sums"], run.accelerator.process_index
     if len(sums) == run.accelerator.num_processes:
         run.meter.loss_sum = sums[rank]
     else:
         run.meter.loss_sum = math.fsum(sums) if rank == 0 else 0.0
     run.meter.loss_weight = saved["loss_weight"]
+    return lost
 
 
 def refuse_fewer_updates(folder: Path, done: int, wanted: int) -> None:
@@ -102,14 +105,17 @@ def _tell_what_differs(run: Run, saved: dict[str, Any]) -> None:
         validation.warn_if_trained_on(saved["identity"]["train_data"])
 
 
-def _forget_stale_best(run: Run, rows: str) -> None:
+def _forget_stale_best(run: Run, rows: str) -> list[Path]:
     """Keep the checkpoint's best evaluation where it still says what is asked for. Collective.
 
     Args:
         rows: that it was measured on.
+
+    Returns:
+        Its checkpoint if that is damaged.
     """
     if run.best is None:
-        return
+        return []
     metric, rule = run.best["metric"], run.config.best_rule
     is_over = run.is_over and not run.eval_is_due  # which chooses among the two
     is_needed = run.protected_step not in (None, run.step)  # or it was just loaded
@@ -118,8 +124,7 @@ def _forget_stale_best(run: Run, rows: str) -> None:
     other_rows = rows != run.splits.validation.fingerprint() and not is_over
     if is_lost and is_over and not other_rule:  # before what its end has left is removed
         raise run.best_is_lost()
-    if is_lost and run.accelerator.is_main_process and run.best_folder().exists():
-        transaction.set_aside([run.best_folder()], "the best one, damaged")  # it would be pruned
+    lost = [run.best_folder()] if is_lost and run.best_folder().exists() else []
     if other_rule or other_rows or is_lost:
         why = f"now it is {rule}" if other_rule else "its checkpoint is lost"
         logger.warning(
@@ -131,10 +136,4 @@ def _forget_stale_best(run: Run, rows: str) -> None:
         logger.warning(
             "the best model stays that by %s: no update is left to choose by %s", metric, rule
         )
-    elif not run.config.load_best_model_at_end and run.config.save_total_limit:
-        older = transaction.list_published(run.checkpoints)[: -run.config.save_total_limit]
-        if run.best["step"] in dict(older):
-            logger.warning(
-                "the checkpoint of the best evaluation, of update %d, is kept no longer: "
-                "load_best_model_at_end is off", run.best["step"],
-            )  # fmt: skip
+    return lost

@@ -84,7 +84,8 @@ class Run:
     """Of the last update over all ranks; None where it was not finite or there was none."""
     logits: NDArray[np.float32] | None = None
     """Of the newest evaluation, [n, C]."""
-    logits_step: int = -1
+    evaluated_step: int = -1
+    """Update of the newest evaluation."""
     thresholds: NDArray[np.float64] | None = None
     """Of several labels, in the end: the probability from which each counts, [C]."""
     meter: Meter = field(default_factory=Meter)
@@ -253,7 +254,7 @@ class Run:
         """Write an eval event; return whether it is to be kept as the best one. Collective."""
         self.watch.stage("eval", can_save=True)
         scores, logits = self.measure("eval", self.validation_loader)
-        self.logits, self.logits_step = logits, self.step
+        self.logits, self.evaluated_step = logits, self.step
         self.eval_is_due = False
         improvement = math.inf
         (value, *_) = self.watch.all_gather(self.config.best_value(scores))  # all decide alike

@@ -1,9 +1,11 @@
 """A run -> where it begins or goes on, and what describes it in its folder."""
 
+import contextlib
 import hashlib
 import logging
 import math
 import shutil
+from pathlib import Path
 from typing import Any
 
 from accel_ft.checkpoint import state, transaction
@@ -11,7 +13,7 @@ from accel_ft.config import TrainConfig
 from accel_ft.data.tokenize import tokenizer_fingerprint
 from accel_ft.engine.resume import refuse_fewer_updates, resume
 from accel_ft.engine.run import Run
-from accel_ft.errors import CheckpointError
+from accel_ft.errors import CheckpointError, ConfigError
 from accel_ft.model import load
 from accel_ft.runtime.files import write_whole
 from accel_ft.runtime.logging import read_events
@@ -87,6 +89,24 @@ def _checked_receipt(run: Run) -> dict[str, Any]:
     return receipt
 
 
+def _last_start(run: Run) -> dict[str, Any]:
+    """Update and choice of model of the last start in this folder; empty where it had none."""
+    with contextlib.suppress(ConfigError):
+        receipt = read_receipt(run.output_dir)
+        return dict(receipt["starts"][-1], **receipt.get("selection", {}))
+    return {}
+
+
+def _tell_of_best(run: Run, best_step: int | None) -> None:
+    """Warn where the best checkpoint was to be kept, and is not any more."""
+    was_kept = _last_start(run).get("takes_best", False)
+    if best_step is not None and was_kept and not run.config.load_best_model_at_end:
+        logger.warning(
+            "load_best_model_at_end was on, and is off: the checkpoint of the best evaluation, of "
+            "update %d, is kept no longer", best_step,
+        )  # fmt: skip
+
+
 def _fingerprints(run: Run) -> dict[str, str]:
     return {name: split.fingerprint() for name, split in run.splits.given.items()}
 
@@ -100,13 +120,16 @@ def start_or_resume(run: Run) -> None:
     """
     wanted, accelerator = run.config.resume_from_checkpoint, run.accelerator
     folder, is_others = state.find(run.watch, run.checkpoints, wanted), False
+    lost: list[Path] = []
     has_ended = any(read_events(run.events.path, "end"))
     if folder is not None:
         in_here = folder.parent.resolve() == run.checkpoints.resolve()
         is_in_use = is_run(run.output_dir) or transaction.list_published(run.checkpoints)
         if not in_here and (is_in_use or has_ended):
             _checked_receipt(run)
-        resume(run, folder)
+        if in_here:
+            _tell_of_best(run, state.best_step(folder))
+        lost = resume(run, folder)
         own = transaction.checkpoint_folder(run.checkpoints, run.step)
         is_others = folder.resolve() != own.resolve()  # a copy, too, or one that was set aside
         logger.info("resumed from %s: %d of %d updates done", folder, run.step, run.num_steps)
@@ -116,13 +139,12 @@ def start_or_resume(run: Run) -> None:
             "Fix: another output_dir"
         )
     elif wanted is not None:
-        starts = read_receipt(run.output_dir)["starts"] if is_run(run.output_dir) else []
-        before = starts[-1]["step"] if starts else 0
+        before = _last_start(run).get("step", 0)
         if before > 0:
             raise CheckpointError(
                 f"{run.output_dir}: its last start went on from update {before}, and no checkpoint "
-                "is here. Fix: --resume_from_checkpoint FOLDER, the one of that start, another "
-                "output_dir, or no resume_from_checkpoint: from the beginning"
+                "is here. Fix: --resume_from_checkpoint FOLDER, the one of that start, or from the "
+                "beginning in another output_dir"
             )
         logger.info("no checkpoint in %s yet: starting from the beginning", run.checkpoints)
     later = [path for step, path in transaction.list_published(run.checkpoints) if step > run.step]
@@ -136,7 +158,7 @@ def start_or_resume(run: Run) -> None:
     _announce(run)
     if accelerator.is_main_process:
         transaction.make_root(run.checkpoints)
-        transaction.set_aside(later, "passed over")
+        transaction.set_aside([*lost, *later], "passed over")
         transaction.remove_leftovers(run.checkpoints)
         _check_space(run)
         # First, so that it is ended no more, whenever it is killed from here on.
@@ -185,7 +207,7 @@ def _check_space(run: Run) -> None:
         raise CheckpointError(
             f"output_dir={run.output_dir}: {free / 1e6:,.1f} MB are free on its disk, this run "
             f"needs {wanted / 1e6:,.1f} MB. Fix: free some, another output_dir, or a smaller "
-            "save_total_limit (2 or more)"
+            "save_total_limit (2 at least)"
         )
 
 

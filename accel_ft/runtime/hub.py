@@ -44,7 +44,9 @@ def fetching(key: str, name: str) -> Iterator[None]:
         other = "--train_file" if key == "dataset_name" else "a package:// model"
         lacks = "its cache here does not hold it"
         if not any(isinstance(each, FileNotFoundError) for each in _with_causes(error)):
-            lacks = f"from its cache here it cannot be loaded: {_told(error).rstrip('.')}"
+            lacks = (
+                f"from what its cache here holds it cannot be loaded: {_told(error).rstrip('.')}"
+            )
         raise ConfigError(
             f"{key}={name}: {why}, and {lacks}. Fix: a local folder, or {other}. "
             f"To try accel_ft without the Hub:\n  {QUICKSTART}"

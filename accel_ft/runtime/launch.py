@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import math
 import os
 import threading
 import time
@@ -40,8 +39,6 @@ logger = logging.getLogger(__name__)
 MIXED_PRECISION = "mixed_precision (a process keeps the one it began with)"
 LAUNCHER_GONE = "the launcher ended before this rank had started"
 QUIET_SECONDS = 20.0  # after which a rank that waits for others says so
-SLOW = 1.25  # times float32's time, from which a precision is called slow
-TIMED_PRODUCTS = 5
 
 
 def asked_for() -> tuple[Request, bool]:
@@ -116,33 +113,7 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
             "cpu_ddp.yaml or cpu_fsdp2.yaml; in a YAML of your own distributed_type: MULTI_GPU, "
             "and use_cpu: true for the CPU"
         )
-    slowdown = product_time(accelerator.device, accelerator.mixed_precision)
-    if slowdown > SLOW:
-        logger.warning(
-            "precision %s: products of matrices take %.1f times as long as in float32 here. Fix: "
-            "--mixed_precision no before -m, or ACCELERATE_MIXED_PRECISION=no",
-            accelerator.mixed_precision, slowdown,
-        )  # fmt: skip
     return accelerator
-
-
-def product_time(device: torch.device, precision: str) -> float:
-    """Return the time of a product of matrices in `precision` (no, bf16, fp16) by that in float32.
-    A processor may have no instructions for it, or (Sapphire Rapids without AMX) slow ones.
-    """
-    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    if kind is None:
-        return 1.0
-    side = 512 if device.type == "cpu" else 2048
-    seconds: dict[torch.dtype, float] = {}
-    for _ in range(TIMED_PRODUCTS):  # in turn
-        for each in (kind, torch.float32):
-            matrix = torch.ones(side, side, dtype=each, device=device)
-            matrix[0, 0].item()  # waits until it is there
-            start = time.perf_counter()
-            (matrix @ matrix)[0, 0].item()
-            seconds[each] = min(time.perf_counter() - start, seconds.get(each, math.inf))
-    return seconds[kind] / seconds[torch.float32]
 
 
 @contextlib.contextmanager

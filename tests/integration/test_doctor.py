@@ -266,10 +266,11 @@ def same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     resume = start.resume
 
-    def broken(run: Run, folder: Path) -> None:
+    def broken(run: Run, folder: Path) -> list[Path]:
         kept = run.scheduler.state_dict()
-        resume(run, folder)
+        lost = resume(run, folder)
         run.scheduler.load_state_dict(kept)
+        return lost
 
     monkeypatch.setattr(start, "resume", broken)
 
@@ -289,9 +290,10 @@ def next_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A resume that begins the next epoch."""
     resume = start.resume
 
-    def broken(run: Run, folder: Path) -> None:
-        resume(run, folder)
+    def broken(run: Run, folder: Path) -> list[Path]:
+        lost = resume(run, folder)
         run.step = run.plan.steps_per_epoch
+        return lost
 
     monkeypatch.setattr(start, "resume", broken)
 

@@ -408,7 +408,7 @@ def test_folders_that_are_nearly_checkpoints(words: list[str], tmp_path: Path) -
         with pytest.raises(ConfigError, match=r"holds no model .* of a run, or of a checkpoint"):
             predict.main(["--checkpoint", str(folder), "--text", "a"])
     again = [*words, "--output_dir", str(tmp_path / "b")]
-    with pytest.raises(CheckpointError, match="run: is a run, no checkpoint. Fix: latest, or"):
+    with pytest.raises(CheckpointError, match="run: is a run, no checkpoint. Fix: a folder in"):
         train.main([*again, "--resume_from_checkpoint", str(tmp_path / "run")])
 
 

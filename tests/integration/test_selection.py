@@ -334,12 +334,15 @@ def test_a_best_checkpoint_that_is_kept_no_longer_is_told(
     with pytest.raises(RuntimeError):
         stopped_at(9, [*words, "--load_best_model_at_end"])
     assert (tmp_path / "run/checkpoints/step_00000002").is_dir()
-    told = "of update 2, is kept no longer: load_best_model_at_end is off"
+    told = "the checkpoint of the best evaluation, of update 2, is kept no longer"
     train.main([*words, "--load_best_model_at_end", "--max_steps", "8", *LATEST])
     assert told not in capsys.readouterr().err
+    words[words.index("--metric_for_best_model") :] = ["--save_total_limit", "2"]  # idle alone
     train.main([*words, "--max_steps", "10", *LATEST])
     assert told in capsys.readouterr().err
     assert not (tmp_path / "run/checkpoints/step_00000002").exists()
+    train.main([*words, "--max_steps", "12", *LATEST])
+    assert told not in capsys.readouterr().err
 
 
 def test_a_run_that_is_to_end_where_it_stands_is_evaluated_there(
@@ -354,7 +357,27 @@ def test_a_run_that_is_to_end_where_it_stands_is_evaluated_there(
     events = events_of(tmp_path / "run")
     losses = {e["step"]: e["eval_loss"] for e in events if e["event"] == "eval"}
     assert list(losses) == [3, 5]
-    assert events[-1]["model_step"] == min(losses, key=losses.__getitem__)
+    best = min(losses, key=losses.__getitem__)
+    assert (events[-1]["model_step"], best) == (5, 5)  # else the rest would show nothing
+    shutil.rmtree(tmp_path / "run/model")  # no checkpoint tells of that evaluation
+    train.main([*words, "--max_steps", "5", *LATEST])
+    events = events_of(tmp_path / "run")
+    assert [e["step"] for e in events if e["event"] == "eval"] == [3, 5]
+    assert events[-1]["model_step"] == 5
+
+
+def test_what_was_evaluated_elsewhere_is_not_evaluated_again(
+    words: list[str], tmp_path: Path
+) -> None:
+    """The log that tells of it is another run's; counted twice, an evaluation uses up patience."""
+    words += ["--learning_rate", "1e-30", "--eval_steps", "6", "--early_stopping_patience", "2"]
+    words += ["--early_stopping_threshold", "0.01"]
+    train.main(words)
+    last = tmp_path / "run/checkpoints/step_00000012"
+    other = ["--output_dir", str(tmp_path / "other"), "--resume_from_checkpoint", str(last)]
+    train.main([*words, *other])
+    ends = [events_of(tmp_path / name)[-1] for name in ("run", "other")]
+    assert [end["num_worse"] for end in ends] == [1, 1]
 
 
 @pytest.mark.parametrize("changed", ["metric", "rows", "lost"])

@@ -510,9 +510,8 @@ def test_a_second_model_under_fsdp_has_a_plugin_of_its_own(
     monkeypatch.setattr(launch, "refuse_impossible", lambda *_: None)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     made = SimpleNamespace(
-        distributed_type=DistributedType.FSDP, num_processes=1, mixed_precision="bf16",
-        device=torch.device("cpu"),
-    )  # fmt: skip
+        distributed_type=DistributedType.FSDP, num_processes=1, mixed_precision="bf16"
+    )
     monkeypatch.setattr(launch, "Accelerator", lambda **_: made)
     renewed: list[object] = []
     monkeypatch.setattr(fsdp, "make_real", renewed.append)
@@ -595,25 +594,6 @@ def test_fsdp_in_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(LaunchError, match="MULTI_GPU, and ACCELERATE_USE_FSDP in the environment"):
         refuse_impossible(Request("ddp.yaml", 2, True, "MULTI_GPU", "no"), on_cpu=True)
-
-
-def test_a_slow_precision_is_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Without instructions for bf16 a CPU takes some five times as long as in float32."""
-    cpu = torch.device("cpu")
-    assert launch.product_time(cpu, "no") == 1.0
-    assert launch.product_time(cpu, "bf16") > 0
-    starts_and_ends = iter([0, 9, 0, 9, *[0, 6, 0, 2] * (launch.TIMED_PRODUCTS - 1)])
-    clock = SimpleNamespace(perf_counter=lambda: next(starts_and_ends))
-    monkeypatch.setattr(launch, "time", clock)
-    assert launch.product_time(cpu, "bf16") == 3.0
-    monkeypatch.setattr(launch, "time", time)
-    for slowdown, said in ((launch.SLOW, False), (2.04, True)):
-        caplog.clear()
-        monkeypatch.setattr(launch, "product_time", lambda *_, slowdown=slowdown: slowdown)
-        launch.make_accelerator()
-        assert ("take 2.0 times as long as in float32 here" in caplog.text) == said
 
 
 def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:

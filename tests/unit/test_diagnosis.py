@@ -622,7 +622,9 @@ def test_will_it_fit() -> None:
     needy = memory.Need(
         parameters=4000, gradients=4000, moments=8000, per_row=1, fixed=0, gathered=10
     )
-    assert fit.will_it_fit(needy, "none", 1, capacity=9000, rows=8).mend.startswith("offload")
+    assert fit.will_it_fit(needy, "none", 1, capacity=9000, rows=8).mend.startswith(
+        "FSDP2 with offload"
+    )
     assert "not one row fits" in fit.will_it_fit(needy, "none", 1, 9000, 8, on_cpu=True).mend
     finding = fit.will_it_fit(wanted, "fsdp", 2, capacity=4000, rows=8)
     assert "choice: DDP (the simplest)" in finding.measured
@@ -657,6 +659,16 @@ def test_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(machine, "OPEN_FILES", 2**60)
     caught(machine.limits(), "open files")
+    assert machine.product_time(cpu, "no") == 1.0
+    assert machine.product_time(cpu, "bf16") > 0
+    # When it begins; then start, end of each type, and whether to go on.
+    rounds = [0, 0, 9, 0, 9, 0, *[0, 6, 0, 2, 0] * (machine.TIMED_PRODUCTS - 1)]
+    for ticks in (rounds, [0, 0, 6, 0, 2, machine.TIMED_SECONDS + 1]):
+        now = iter(ticks)
+        with monkeypatch.context() as patch:
+            patch.setattr(machine.time, "perf_counter", lambda now=now: next(now))
+            assert machine.product_time(cpu, "bf16") == 3.0
+        assert not list(now)
     for times, judge in ((0.1, well), (2.04, caught)):
         monkeypatch.setattr(machine, "product_time", lambda *_, times=times: times)
         finding = machine.devices(cpu, "bf16")

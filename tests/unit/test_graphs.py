@@ -205,10 +205,11 @@ def test_a_rollback_records_anew(
         calls += 1
         return weighted_loss(*args) * (float("nan") if calls == 9 else 1.0)
 
-    def watched_resume(run: Run, folder: Path) -> None:
+    def watched_resume(run: Run, folder: Path) -> list[Path]:
         before = len(run.graphs.recorded)
-        resume(run, folder)
+        lost = resume(run, folder)
         seen.append((before, len(run.graphs.recorded), run.graphs.are_used))
+        return lost
 
     monkeypatch.setattr(build, "make_sparse", lambda model: None)
     monkeypatch.setattr(loop, "weighted_loss", sick_once)

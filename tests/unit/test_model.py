@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import make_tiny_model
 from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -88,7 +89,8 @@ def test_the_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda *_, **__: offline.append(constants.HF_HUB_OFFLINE) or (_ for _ in ()).throw(fault),
     )
     hub_reachable.cache_clear()
-    fault: OSError = FileNotFoundError("the disk cache")
+    fault = OSError("no connection")  # as transformers says it
+    fault.__cause__ = LocalEntryNotFoundError("the disk cache")
     lacks = "the Hub cannot be reached, and its cache here does not hold it. (.|\n)*quickstart"
     with pytest.raises(ConfigError, match=lacks):
         load_tokenizer("distilbert/no-such-model")
@@ -96,7 +98,7 @@ def test_the_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub_reachable.cache_clear()
     fault = OSError("half a file.")  # the cache has it, in vain
-    with pytest.raises(ConfigError, match="is set, and from its .* loaded: half a file. Fix"):
+    with pytest.raises(ConfigError, match="is set, and from what .* loaded: half a file. Fix"):
         load_tokenizer("distilbert/no-such-model")
     hub_reachable.cache_clear()
 
