@@ -34,7 +34,7 @@ from filelock import FileLock, Timeout
 
 from accel_ft.config import HUB_KEYS, ROW_KEYS, SearchConfig, TrainConfig, type_name
 from accel_ft.data.sources import check_first_rows
-from accel_ft.errors import ConfigError, LaunchError, first_line, require, run_command
+from accel_ft.errors import ConfigError, LaunchError, Preempted, first_line, require, run_command
 from accel_ft.runtime.files import locked, sha256, write_whole
 from accel_ft.runtime.logging import read_events
 from accel_ft.settings import checked, meant, parse, read_settings
@@ -45,8 +45,9 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FAILURES = 3  # after so many, and no trial at its end, the cause is the job
 GRID = 1000  # combinations of lists, of which each is tried once
 LAUNCHED = ("RANK", "ACCELERATE_MIXED_PRECISION")  # what a launcher sets
-MEASURE = {  # settings that decide how a trial is measured
+MEASURE = {  # settings that decide how, and when, a trial is measured
     "problem_type", "max_eval_samples", "metric_for_best_model", "greater_is_better", "reproduce",
+    "eval_steps", "label_column", "label_separator",
 }  # fmt: skip
 IDLE = HUB_KEYS | {  # settings that decide nothing of what a trial finds
     "output_dir", "report_to", "ddp_timeout", "dataloader_num_workers",
@@ -94,10 +95,11 @@ class _Search:
         settings: the job's, as its file has them.
         ranges: of the space, as Optuna's distributions.
         shares: of the devices, as environments, one for each of the trials at the same time.
-        failures: why trials failed in this start, in order.
+        failed: the settings of the trials that failed in this start, in order.
+        why: the last one failed.
         is_over: no more trial is begun.
         interrupted_at: on the monotonic clock; 0 for not.
-        asking: held by the one that asks for a trial.
+        asking: held by the one that asks for a trial, or writes best.yaml.
     """
 
     config: SearchConfig
@@ -106,7 +108,8 @@ class _Search:
     space: dict[str, Any]
     ranges: dict[str, Any]
     shares: list[dict[str, str]]
-    failures: list[str] = field(default_factory=list)
+    failed: list[dict[str, Any]] = field(default_factory=list)
+    why: str = ""
     is_over: bool = False
     interrupted_at: float = 0.0
     asking: Any = field(default_factory=Lock)
@@ -130,15 +133,22 @@ class _Search:
         journal = folder / "study.log"
         written = journal.read_bytes() if journal.exists() else b""
         write_whole(journal, written[: written.rfind(b"\n") + 1])  # a full disk cuts a line
-        # The folder's lock has one process write to it; Optuna's own lock would outlive a kill.
-        try:
-            study = optuna.create_study(
+
+        def open_study() -> Any:
+            # The folder's lock has one process write to it; Optuna's own would outlive a kill.
+            return optuna.create_study(
                 study_name="search",
                 storage=JournalStorage(JournalFileBackend(str(journal), lock_obj=Lock())),
                 load_if_exists=True,
                 direction="maximize" if job.takes_highest else "minimize",
                 pruner=optuna.pruners.MedianPruner(),
             )
+
+        try:
+            study = open_study()
+            if not study.trials and not any(folder.glob("trial_*")):
+                journal.unlink()  # of a start that ended before its first trial, of any metric
+                study = open_study()
         except (AssertionError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{journal}: is damaged ({first_line(error)}). Fix: another output_dir"
@@ -156,21 +166,28 @@ class _Search:
         for work in works:
             work.result()
         if self.interrupted_at:
-            print("interrupted; the same command continues the study", file=sys.stderr, flush=True)
-            raise KeyboardInterrupt
+            raise Preempted("interrupted; the same command continues the study")
+        why = f"{len(self.failed)} failed" + f": {self.why}" * bool(self.failed)
         if not study.get_trials(states=(state.COMPLETE,)):
             raise ConfigError(
-                f"{folder}: no trial came to its end, {len(self.failures)} failed"
-                + "".join(f": {why}" for why in self.failures[-1:])
-                + " (each trial's log says more). Fix: the job, or the space"
+                f"{folder}: no trial came to its end, {why} (each trial's log says more). Fix: the "
+                "job, or the space, and another output_dir"
             )
-        best, params = folder / "best.yaml", study.best_params
-        found = self.settings | params | {"output_dir": str(folder / "best")}
-        write_whole(best, yaml.safe_dump(found, sort_keys=False, allow_unicode=True))
+        if self.failed:
+            print(f"of the trials of this start {why}", file=sys.stderr, flush=True)
         print(
-            f"best {job.best_metric} {study.best_value:.4f} with {params}, in "
-            f"{folder / _folder(study.best_trial)}\njob: {best}"
+            f"best {job.best_metric} {study.best_value:.4f} with {study.best_params}, in "
+            f"{folder / _folder(study.best_trial)}\njob: {self.leave_best(study)}"
         )
+
+    def leave_best(self, study: Any) -> Path:
+        """Write best.yaml, the job of the best trial so far; return its path."""
+        path = self.config.output_dir / "best.yaml"
+        with self.asking:
+            own = {"output_dir": str(self.config.output_dir / "best")}
+            found = self.settings | study.best_params | own
+            write_whole(path, yaml.safe_dump(found, sort_keys=False, allow_unicode=True))
+        return path
 
     def _check_same(self, study: Any) -> None:
         """Refuse a job, rows or a space in which the study's trials cannot be compared.
@@ -181,7 +198,10 @@ class _Search:
         asked = self.job.model_dump(mode="json", exclude={*IDLE, *self.space})
         for split, path in self.job.files.items():
             asked[f"SHA-256 of {split}_file"] = sha256(path)
-        asked["mixed_precision of config_file"] = _strategy(self.config).get("mixed_precision")
+        strategy = _strategy(self.config)
+        asked["mixed_precision of config_file"] = strategy.get("mixed_precision")
+        if self.job.gradient_accumulation_steps:  # of which each rank makes a larger batch
+            asked["num_processes of config_file"] = strategy.get("num_processes")
         for key, values in self.space.items():  # of ranges, the ends may move
             a_range = isinstance(values, dict) and f"a {'log ' * bool(values.get('log'))}range"
             asked[key] = a_range or f"one of {values}"
@@ -212,14 +232,16 @@ class _Search:
                 value, state = self.try_out(trial, share)
                 if not self.interrupted_at:
                     study.tell(trial, value, state)
+                    if value is not None:
+                        self.leave_best(study)
         except BaseException:
             self.is_over = True
             raise
 
     def ask(self, study: Any) -> Any:
         """Return the next trial. Where all keys are lists, of a thousand combinations at most, each
-        is tried once, in any order, and one that failed again only after the others; None where all
-        have come to their end.
+        is tried once, in any order, and one that failed again at the next start, after the others;
+        None where all are.
         """
         with self.asking:
             sizes = [len(getattr(each, "choices", ())) for each in self.ranges.values()]
@@ -230,7 +252,7 @@ class _Search:
             ended = [trial.params for trial in study.trials if trial.state.name != "FAIL"]
             choices = product(*(each.choices for each in self.ranges.values()))
             grid = [dict(zip(self.ranges, values, strict=True)) for values in choices]
-            left = [params for params in grid if params not in ended]
+            left = [params for params in grid if params not in [*ended, *self.failed]]
             if not left and not self.is_over:
                 print(f"all {len(grid)} combinations are tried", flush=True)
                 self.is_over = True
@@ -262,8 +284,9 @@ class _Search:
                 return value, TrialState.COMPLETE
         why = f"its {self.job.best_metric} is NaN" if ends else _why(folder / "log")
         print(f"{about}: failed: {why} (see its log)", flush=True)
-        self.failures.append(why)
-        if len(self.failures) >= FAILURES and not _num_ended(trial.study):
+        self.failed.append(trial.params)
+        self.why = why
+        if len(self.failed) >= FAILURES and not _num_ended(trial.study):
             self.is_over = True
         return None, TrialState.FAIL
 
@@ -393,8 +416,12 @@ def _distribution(key: str, values: Any) -> Any:
 
 
 def _strategy(config: SearchConfig) -> dict[str, Any]:
-    file = config.config_file
-    return {} if file is None else read_settings(file, "config_file")
+    """Return accelerate's YAML, as the launcher takes it."""
+    from accelerate.commands.config.config_args import default_config_file
+
+    file = config.config_file or Path(default_config_file)
+    is_there = config.config_file is not None or file.is_file()
+    return read_settings(file, "config_file") if is_there else {}
 
 
 def _shares(config: SearchConfig) -> list[dict[str, str]]:

@@ -19,7 +19,7 @@ from filelock import FileLock
 
 from accel_ft import search, train
 from accel_ft.config import SearchConfig, TrainConfig
-from accel_ft.errors import ConfigError, LaunchError
+from accel_ft.errors import ConfigError, LaunchError, Preempted
 from accel_ft.settings import checked, read_settings
 
 
@@ -143,6 +143,8 @@ if "HAS_A_RANK" in os.environ:
         hold_lock()
 events = open(folder + "/metrics.jsonl", "w", buffering=1)
 rate = float(keys["learning_rate"])
+if os.environ.get("FAILS_AT") == str(rate):
+    sys.exit("error: out of memory")
 for step in range(1, 9):
     score = rate - step / 1000
     told = None if "NO_NUMBERS" in os.environ else score
@@ -227,6 +229,67 @@ def test_each_combination_of_lists_is_tried_once(
     assert len({tuple(trial.params.items()) for trial in study.trials[1:]}) == 4
     assert study.trials[1].params != study.trials[0].params
     assert capsys.readouterr().out.count("all 4 combinations are tried") == 1
+
+
+def test_a_combination_that_cannot_run_is_tried_once(
+    search_of_stand_ins, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a start; it took all turns that were left."""
+    space = "learning_rate: [0.6, 0.7, 0.8]\n"
+    monkeypatch.setenv("FAILS_AT", "0.8")
+    study = search_of_stand_ins(space, "--num_trials", "9")
+    assert sorted(states(study)) == ["COMPLETE", "COMPLETE", "FAIL"]
+    told = capsys.readouterr()
+    assert "all 3 combinations are tried" in told.out
+    assert "of the trials of this start 1 failed: error: out of memory" in told.err
+    monkeypatch.delenv("FAILS_AT")
+    assert states(search_of_stand_ins(space, "--num_trials", "9")).count("COMPLETE") == 3
+
+
+def test_a_search_that_is_stopped_leaves_the_best_job_so_far(
+    search_of_stand_ins, tmp_path: Path
+) -> None:
+    signal_when_begun(tmp_path, 2)
+    with pytest.raises(Preempted):
+        search_of_stand_ins("learning_rate: {low: 0.3, high: 0.4}\n", "--num_trials", "2")
+    rate = study_in(tmp_path / "search").best_params["learning_rate"]
+    best = read_settings(tmp_path / "search/best.yaml")
+    assert (best["learning_rate"], best["seed"]) == (rate, 1)
+
+
+def test_a_search_that_ended_before_its_first_trial_had_no_metric(
+    search_of_stand_ins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next start would have gone on with its direction, and taken the worst."""
+    with monkeypatch.context() as patch:
+        patch.setattr(search, "sha256", lambda _: (_ for _ in ()).throw(OSError("full")))
+        (tmp_path / "rows.csv").write_text("text,label\na,b\n")
+        (tmp_path / "job.yaml").write_text(f"train_file: {tmp_path / 'rows.csv'}\n")
+        with pytest.raises(OSError, match="full"):
+            search_of_stand_ins("learning_rate: [0.9]\n", "--num_trials", "1")
+    (tmp_path / "job.yaml").write_text(
+        "metric_for_best_model: accuracy\ngreater_is_better: false\n"
+    )
+    study = search_of_stand_ins("learning_rate: [0.8, 0.9]\n", "--num_trials", "2")
+    assert study.best_params == {"learning_rate": 0.8}
+
+
+def test_what_the_launcher_takes_by_itself_is_compared(
+    search_of_stand_ins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate.commands.config import config_args
+
+    default = tmp_path / "default_config.yaml"
+    monkeypatch.setattr(config_args, "default_config_file", str(default))
+    space = "learning_rate: [0.8, 0.9]\n"
+    (tmp_path / "job.yaml").write_text("gradient_accumulation_steps: 2\n")
+    search_of_stand_ins(space, "--num_trials", "1")
+    default.write_text("mixed_precision: bf16\n")
+    with pytest.raises(ConfigError, match="mixed_precision of config_file=bf16: was None in"):
+        search_of_stand_ins(space, "--num_trials", "2")
+    default.write_text("num_processes: 4\n")  # which makes a global batch four times as large
+    with pytest.raises(ConfigError, match="num_processes of config_file=4: was None in"):
+        search_of_stand_ins(space, "--num_trials", "2")
 
 
 def test_a_search_stops_what_is_worse_than_the_median(search_of_stand_ins) -> None:
@@ -347,7 +410,7 @@ def test_a_search_that_is_stopped_takes_its_trials_up_again(
     """As a scheduler, or a closed terminal, does it: no trial goes on alone, and none is lost."""
     space, words = "learning_rate: {low: 0.1, high: 0.4}\n", ["--parallel_trials", at_once]
     signal_when_begun(tmp_path, int(at_once), number)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Preempted, match="the same command continues the study"):
         search_of_stand_ins(space, "--num_trials", "2", *words)
     assert not stand_ins(tmp_path)
     study = search_of_stand_ins(space, "--num_trials", "2", *words)
@@ -368,7 +431,7 @@ def test_what_waits_to_be_taken_up_again_is_asked_for_first_and_once(
     study.enqueue_trial({"learning_rate": 0.3})
     ranges = {"learning_rate": optuna.distributions.CategoricalDistribution(rates)}
     told: Any = SimpleNamespace(
-        ranges=ranges, asking=Lock(), is_over=False, job=SimpleNamespace(seed=seed)
+        ranges=ranges, asking=Lock(), is_over=False, failed=[], job=SimpleNamespace(seed=seed)
     )
     asked = [search._Search.ask(told, study) for _ in range(5)]
     assert asked.pop() is None
@@ -387,7 +450,7 @@ def test_a_search_that_is_stopped_waits_for_the_ranks(
     monkeypatch.setenv("HAS_A_RANK", rank)
     signal_when_begun(tmp_path, int(at_once))
     words = ["--num_trials", at_once, "--parallel_trials", at_once]
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Preempted, match="the same command continues the study"):
         search_of_stand_ins("learning_rate: {low: 0.1, high: 0.4}\n", *words)
     assert not stand_ins(tmp_path)
     saved = list(tmp_path.glob("search/trial_*/saved"))
@@ -559,7 +622,7 @@ def test_a_search_that_waits_can_be_stopped(search_of_stand_ins, tmp_path: Path)
     study.enqueue_trial({"learning_rate": 0.9})
     with FileLock(folder / "ranks/lock"):
         Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Preempted, match="the same command continues the study"):
             search_of_stand_ins("learning_rate: [0.9]\n", "--num_trials", "1")
     assert not (folder / "metrics.jsonl").exists()
 
@@ -649,7 +712,7 @@ def test_a_space_that_cannot_be(tmp_path: Path) -> None:
     assert "'low': '9e0', 'high': '8e0'}: no range" in str(caught.value)
     assert "problem_type: cannot be varied" in str(caught.value)  # each has metrics of its own
     assert "max_eval_samples: cannot be varied" in str(caught.value)  # each would have its rows
-    assert "eval_steps={'low': 1, 'high': 9, 'step': 0.5}: no range" in str(caught.value)
+    assert "eval_steps: cannot be varied" in str(caught.value)  # others are compared by number
     assert "lr: cannot be varied. Fix: learning_rate" in str(caught.value)
     assert "lora_alpha={'min': 1, 'max': 2}: no range (" in str(caught.value)
     assert "num_train_epochs: has no effect beside max_steps" in str(caught.value)
