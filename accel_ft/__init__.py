@@ -47,6 +47,7 @@ def fit(config: str | Path | None = None, **settings: Any) -> Path:
         accel_ft.errors.Preempted: a signal asked it to stop.
     """
     import gc
+    import traceback
 
     import torch
 
@@ -67,6 +68,11 @@ def fit(config: str | Path | None = None, **settings: Any) -> Path:
             "fit: torch.autocast is on around it. Fix: call it outside; ACCELERATE_MIXED_PRECISION "
             "is its precision"
         )
+    if torch.get_default_device().type != "cpu":  # its loader would draw from the wrong generator
+        raise ConfigError(
+            f"fit: torch's default device is {torch.get_default_device()}. Fix: "
+            'torch.set_default_device("cpu") around it; accelerate chooses the device'
+        )
     if not _fitting.acquire(blocking=False):
         raise ConfigError("another `fit` runs in this process. Fix: one by one, or processes")
     try:
@@ -74,6 +80,9 @@ def fit(config: str | Path | None = None, **settings: Any) -> Path:
             run(job)
     except UserError:  # on all ranks: none waits for another
         atexit.register(close_process_group)
+        raise
+    except torch.OutOfMemoryError as error:  # a smaller job is to have the room: free what it holds
+        traceback.clear_frames(error.__traceback__)
         raise
     finally:
         gc.collect()  # a model's parts know each other

@@ -6,7 +6,7 @@ Legend: B samples of a micro-batch, T tokens of its longest.
 from collections.abc import Callable, Generator
 from contextlib import closing
 from itertools import islice
-from multiprocessing import resource_tracker
+from multiprocessing import get_start_method, resource_tracker
 from operator import itemgetter
 from typing import Any
 
@@ -157,7 +157,8 @@ def make_loader(
 
 def read(loader: Any) -> Generator[Batch]:
     """Yield the batches of a loader, whose workers no signal ends: an update would be lost."""
-    if loader.multiprocessing_context is not None:
+    spawns = loader.multiprocessing_context is not None or get_start_method() != "fork"
+    if loader.num_workers and spawns:
         resource_tracker.ensure_running()  # which, as it starts, unblocks signals
     with closing(iter(loader)) as batches:
         with stop_signals_blocked():

@@ -5,6 +5,7 @@ import json
 import logging
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -73,12 +74,18 @@ def resolve(name: str, key: str = "model_name_or_path") -> str:
     folder = (root / path).resolve()
     if not folder.is_relative_to(root) or not (folder / "config.json").is_file():
         raise ConfigError(f"{key}={name}: the package {package!r} holds no model at {path!r}")
-    _check_weights(key, name, folder / "model.safetensors", fragment, package)
+    weights, state = folder / "model.safetensors", None
+    with suppress(OSError):  # it may be installed anew meanwhile
+        found = weights.stat()
+        state = found.st_ino, found.st_size, found.st_mtime_ns
+    _check_weights(key, name, weights, fragment, package, state)
     return str(folder)
 
 
 @cache
-def _check_weights(key: str, name: str, weights: Path, fragment: str, package: str) -> None:
+def _check_weights(
+    key: str, name: str, weights: Path, fragment: str, package: str, _state: object
+) -> None:
     """Compare the weights' SHA-256 with that in the name, if there is one."""
     if not re.fullmatch(r"(sha256=[0-9a-fA-F]{64})?", fragment):
         raise ConfigError(f"{key}={name}: #{fragment} is no hash. Allowed: #sha256=64 hex digits")

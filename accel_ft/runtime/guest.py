@@ -1,6 +1,7 @@
 """A process that is somebody else's: what is put back as it was."""
 
 import contextlib
+import csv
 import os
 import random
 from collections.abc import Iterator
@@ -31,9 +32,9 @@ def own_random_numbers() -> Iterator[None]:
 @contextlib.contextmanager
 def as_a_guest() -> Iterator[None]:
     """Leave to the caller's process what is its own: random numbers, whether gradients are made, an
-    Accelerator's accumulation steps, which another one replaces, how accel_ft's messages go, what
-    transformers tells, torch's switches for CUDA, and which GPUs its children see. No other thread
-    may train, or draw, meanwhile.
+    Accelerator's accumulation, which another one's steps and an end in mid-update change, how
+    accel_ft's messages go, what transformers tells, torch's switches for CUDA, how long a csv's
+    field may be, and which GPUs its children see. No other thread may train, or draw, meanwhile.
     """
     sdp = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     tf32 = None
@@ -41,13 +42,16 @@ def as_a_guest() -> Iterator[None]:
         tf32 = torch.backends.cudnn.allow_tf32
     visible = {name: value for name, value in os.environ.items() if name == GPUS}
     gradients, ours = GradientState(), getLogger("accel_ft")
-    steps, verbosity = gradients.plugin_kwargs, logging.get_verbosity()
+    steps, steps_now = dict(gradients.plugin_kwargs), gradients.sync_gradients
+    verbosity, longest = logging.get_verbosity(), csv.field_size_limit()
     handlers, level, propagate = ours.handlers, ours.level, ours.propagate
     try:
         with own_random_numbers(), without_bars():
             yield
     finally:
         gradients.plugin_kwargs = steps or gradients.plugin_kwargs
+        gradients._set_sync_gradients(steps_now)
+        csv.field_size_limit(longest)
         logging.set_verbosity(verbosity)
         ours.handlers, ours.propagate = handlers, propagate
         ours.setLevel(level)

@@ -103,6 +103,11 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
         torch.backends.cudnn.allow_tf32 = False  # of convolutions; torch has it on by itself
     if is_compiled():
         configure(accelerator.mixed_precision)
+    if not on_cpu and accelerator.device.type == "cpu":
+        raise LaunchError(
+            "use_cpu (a process keeps the device it began with): a GPU is there, but an earlier "
+            "Accelerator of this process took the CPU. Fix: ACCELERATE_USE_CPU, or a new process"
+        )
     # For `check_granted`: the YAML may be edited for the next job meanwhile.
     accelerator.asked = request
     asked = request.num_processes

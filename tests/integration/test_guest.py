@@ -128,6 +128,55 @@ def test_switches_stay_the_programs(job: dict[str, Any], monkeypatch: pytest.Mon
         assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
 
 
+OWN_LOOP = """
+import csv, torch, accel_ft
+from accelerate import Accelerator
+from accel_ft.engine import loop
+
+own, module = Accelerator(cpu=True), torch.nn.Linear(2, 2)
+model, optimizer = own.prepare(module, torch.optim.SGD(module.parameters(), 1.0))
+job, limit = JOB | {"per_device_train_batch_size": 4, "global_batch_size": 8}, csv.field_size_limit()
+accel_ft.fit(**job)
+assert own.gradient_accumulation_steps == 1
+assert csv.field_size_limit() == limit
+
+forward_backward, calls = loop.forward_backward, []
+def is_full(run, *args):
+    calls.append(0)
+    if len(calls) == 3:
+        raise torch.OutOfMemoryError
+    return forward_backward(run, *args)
+loop.forward_backward = is_full
+try:
+    accel_ft.fit(**job | {"output_dir": "full"})
+except torch.OutOfMemoryError as error:
+    step, held = error.__traceback__.tb_next.tb_next, []  # beyond `fit` itself
+    while step is not None:
+        held += step.tb_frame.f_locals
+        step = step.tb_next
+    assert not held, held
+else:
+    raise AssertionError
+before = model.weight.clone()
+own.backward(model(torch.ones(1, 2)).sum())
+optimizer.step()
+assert not torch.equal(model.weight, before)
+"""
+
+
+def test_an_accelerator_of_the_programs_goes_on_as_it_was(
+    job: dict[str, Any], tmp_path: Path
+) -> None:
+    """Where a run has accumulated over two micro-batches, and where it ended between them, too."""
+    done = program(tmp_path, OWN_LOOP.replace("JOB", repr(job)))
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_default_device_that_is_no_cpu_is_refused(job: dict[str, Any]) -> None:
+    with torch.device("meta"), pytest.raises(ConfigError, match="torch's default device is meta"):
+        accel_ft.fit(**job)
+
+
 def test_no_checkpoint_is_none() -> None:
     with pytest.raises(ConfigError, match="checkpoint=None: a folder or a name is wanted"):
         accel_ft.load_classifier(None)  # type: ignore[arg-type]

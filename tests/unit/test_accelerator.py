@@ -510,13 +510,17 @@ def test_a_second_model_under_fsdp_has_a_plugin_of_its_own(
     monkeypatch.setattr(launch, "refuse_impossible", lambda *_: None)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     made = SimpleNamespace(
-        distributed_type=DistributedType.FSDP, num_processes=1, mixed_precision="bf16"
-    )
+        distributed_type=DistributedType.FSDP, num_processes=1, mixed_precision="bf16",
+        device=torch.device("cuda"),
+    )  # fmt: skip
     monkeypatch.setattr(launch, "Accelerator", lambda **_: made)
     renewed: list[object] = []
     monkeypatch.setattr(fsdp, "make_real", renewed.append)
     launch.make_accelerator()
     assert renewed == [made]
+    made.device = torch.device("cpu")  # another Accelerator of this process was on it
+    with pytest.raises(LaunchError, match="a process keeps the device it began with"):
+        launch.make_accelerator()
 
 
 def test_a_container_has_less_than_its_machine(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from huggingface_hub import constants
 from tokenizers.processors import TemplateProcessing
 
 from accel_ft.config import DataConfig, TrainConfig
+from accel_ft.data import loader as loader_module
 from accel_ft.data import targets as targets_module
 from accel_ft.data import tokenize as tokenize_module
 from accel_ft.data.loader import Batches, Padding, collate, make_loader, train_places
@@ -544,6 +545,29 @@ def rows(path: Path, *texts: str) -> Path:
     lines = [json.dumps({"text": text, "label": f"l{i % 2}"}) for i, text in enumerate(texts)]
     path.write_text("\n".join(lines))
     return path
+
+
+@pytest.mark.parametrize(
+    ("workers", "method", "started"), [(2, "spawn", 1), (2, "fork", 0), (0, "spawn", 0)]
+)
+def test_what_spawned_workers_need_is_started_before_signals_are_blocked(
+    workers: int, method: str, started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tracker of their semaphores unblocks them again; spawned by the program's own choice, too."""
+    starts: list[bool] = []
+
+    class Loader:
+        num_workers, multiprocessing_context = workers, None
+
+        def __iter__(self) -> Any:
+            yield from ("first", "second")
+
+    monkeypatch.setattr(
+        loader_module.resource_tracker, "ensure_running", lambda: starts.append(True)
+    )
+    monkeypatch.setattr(loader_module, "get_start_method", lambda: method)
+    assert list(loader_module.read(Loader())) == ["first", "second"]
+    assert len(starts) == started
 
 
 def test_cut_texts_are_counted(tmp_path: Path, tokenizer) -> None:

@@ -56,6 +56,9 @@ def test_a_package_carries_a_model(package: Path) -> None:
         ConfigError, match=f"has SHA-256 {digest}, expected {'0' * 64}.*--force-reinstall"
     ):
         resolve(f"{name}#sha256={'0' * 64}")
+    (package / "model/model.safetensors").write_bytes(b"another build")  # in the same process
+    with pytest.raises(ConfigError, match=f"expected {digest}"):
+        resolve(f"{name}#sha256={digest}")
 
 
 @pytest.mark.parametrize(
