@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from threading import Lock
@@ -134,21 +135,20 @@ class _Search:
         written = journal.read_bytes() if journal.exists() else b""
         write_whole(journal, written[: written.rfind(b"\n") + 1])  # a full disk cuts a line
 
-        def open_study() -> Any:
-            # The folder's lock has one process write to it; Optuna's own would outlive a kill.
-            return optuna.create_study(
-                study_name="search",
-                storage=JournalStorage(JournalFileBackend(str(journal), lock_obj=Lock())),
-                load_if_exists=True,
-                direction="maximize" if job.takes_highest else "minimize",
-                pruner=optuna.pruners.MedianPruner(),
-            )
-
+        wanted = "maximize" if job.takes_highest else "minimize"
         try:
-            study = open_study()
-            if not study.trials and not any(folder.glob("trial_*")):
-                journal.unlink()  # of a start that ended before its first trial, of any metric
-                study = open_study()
+            # The folder's lock has one process write to it; Optuna's own would outlive a kill.
+            storage = JournalStorage(JournalFileBackend(str(journal), lock_obj=Lock()))
+            opened = partial(
+                optuna.create_study, study_name="search", storage=storage, load_if_exists=True,
+                direction=wanted, pruner=optuna.pruners.MedianPruner(),
+            )  # fmt: skip
+            study = opened()
+            if not study.trials and study.direction.name.lower() != wanted:
+                optuna.delete_study(
+                    study_name="search", storage=storage
+                )  # begun for another metric
+                study = opened()
         except (AssertionError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{journal}: is damaged ({first_line(error)}). Fix: another output_dir"
@@ -199,9 +199,10 @@ class _Search:
         for split, path in self.job.files.items():
             asked[f"SHA-256 of {split}_file"] = sha256(path)
         strategy = _strategy(self.config)
-        asked["mixed_precision of config_file"] = strategy.get("mixed_precision")
-        if self.job.gradient_accumulation_steps:  # of which each rank makes a larger batch
-            asked["num_processes of config_file"] = strategy.get("num_processes")
+        asked["mixed_precision of accelerate's YAML"] = strategy.get("mixed_precision") or "no"
+        steps = "gradient_accumulation_steps"  # with which more ranks make a larger batch
+        if self.job.gradient_accumulation_steps or steps in self.space:
+            asked["num_processes of accelerate's YAML"] = strategy.get("num_processes")
         for key, values in self.space.items():  # of ranges, the ends may move
             a_range = isinstance(values, dict) and f"a {'log ' * bool(values.get('log'))}range"
             asked[key] = a_range or f"one of {values}"
@@ -373,6 +374,8 @@ def _checked_ranges(
     ranges = {}
     for key, values in space.items():
         try:
+            if key in MEASURE:
+                raise ConfigError(f"{key}: trials could not be compared. Fix: in the job")
             if key not in known:
                 raise ConfigError(f"{key}: cannot be varied.{meant(key, known)}")
             counts = settings.get("max_steps") is not None or "max_steps" in space
@@ -417,11 +420,12 @@ def _distribution(key: str, values: Any) -> Any:
 
 def _strategy(config: SearchConfig) -> dict[str, Any]:
     """Return accelerate's YAML, as the launcher takes it."""
+    if config.config_file is not None:
+        return read_settings(config.config_file, "config_file")
     from accelerate.commands.config.config_args import default_config_file
 
-    file = config.config_file or Path(default_config_file)
-    is_there = config.config_file is not None or file.is_file()
-    return read_settings(file, "config_file") if is_there else {}
+    file = Path(default_config_file)
+    return read_settings(file, "config_file") if file.is_file() else {}
 
 
 def _shares(config: SearchConfig) -> list[dict[str, str]]:
@@ -442,8 +446,9 @@ def _shares(config: SearchConfig) -> list[dict[str, str]]:
         return [{}] * num_trials
     if (gpu_ids := strategy.get("gpu_ids")) not in (None, "all"):
         raise ConfigError(
-            f"config_file={config.config_file}: its gpu_ids={gpu_ids} would put all trials at the "
-            "same time on these. Fix: leave it out, CUDA_VISIBLE_DEVICES says which"
+            f"config_file={config.config_file or 'of `accelerate config`'}: its gpu_ids={gpu_ids} "
+            "would put all trials at the same time on these. Fix: leave it out, "
+            "CUDA_VISIBLE_DEVICES says which"
         )
     named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     devices, each = named.split(",")[:count], max(count // num_trials, 1)

@@ -1,6 +1,5 @@
 """A run -> where it begins or goes on, and what describes it in its folder."""
 
-import contextlib
 import hashlib
 import logging
 import math
@@ -13,7 +12,7 @@ from accel_ft.config import TrainConfig
 from accel_ft.data.tokenize import tokenizer_fingerprint
 from accel_ft.engine.resume import refuse_fewer_updates, resume
 from accel_ft.engine.run import Run
-from accel_ft.errors import CheckpointError, ConfigError
+from accel_ft.errors import CheckpointError
 from accel_ft.model import load
 from accel_ft.runtime.files import write_whole
 from accel_ft.runtime.logging import read_events
@@ -91,19 +90,20 @@ def _checked_receipt(run: Run) -> dict[str, Any]:
 
 def _last_start(run: Run) -> dict[str, Any]:
     """Update and choice of model of the last start in this folder; empty where it had none."""
-    with contextlib.suppress(ConfigError):
-        receipt = read_receipt(run.output_dir)
-        return dict(receipt["starts"][-1], **receipt.get("selection", {}))
-    return {}
+    if not is_run(run.output_dir):
+        return {}
+    receipt = read_receipt(run.output_dir)
+    return dict(receipt["starts"][-1], **receipt.get("selection", {}))
 
 
 def _tell_of_best(run: Run, best_step: int | None) -> None:
     """Warn where the best checkpoint was to be kept, and is not any more."""
     was_kept = _last_start(run).get("takes_best", False)
-    if best_step is not None and was_kept and not run.config.load_best_model_at_end:
+    is_pruned = run.config.save_total_limit and not run.config.load_best_model_at_end
+    if best_step is not None and was_kept and is_pruned:
         logger.warning(
             "load_best_model_at_end was on, and is off: the checkpoint of the best evaluation, of "
-            "update %d, is kept no longer", best_step,
+            "update %d, is kept no longer than others", best_step,
         )  # fmt: skip
 
 
@@ -127,9 +127,10 @@ def start_or_resume(run: Run) -> None:
         is_in_use = is_run(run.output_dir) or transaction.list_published(run.checkpoints)
         if not in_here and (is_in_use or has_ended):
             _checked_receipt(run)
-        if in_here:
-            _tell_of_best(run, state.best_step(folder))
+        best_step = state.best_step(folder)
         lost = resume(run, folder)
+        if in_here:
+            _tell_of_best(run, best_step)
         own = transaction.checkpoint_folder(run.checkpoints, run.step)
         is_others = folder.resolve() != own.resolve()  # a copy, too, or one that was set aside
         logger.info("resumed from %s: %d of %d updates done", folder, run.step, run.num_steps)

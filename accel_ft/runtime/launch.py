@@ -103,11 +103,6 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
         torch.backends.cudnn.allow_tf32 = False  # of convolutions; torch has it on by itself
     if is_compiled():
         configure(accelerator.mixed_precision)
-    if not on_cpu and accelerator.device.type == "cpu":
-        raise LaunchError(
-            "use_cpu (a process keeps the device it began with): a GPU is there, but an earlier "
-            "Accelerator of this process took the CPU. Fix: ACCELERATE_USE_CPU, or a new process"
-        )
     # For `check_granted`: the YAML may be edited for the next job meanwhile.
     accelerator.asked = request
     asked = request.num_processes
@@ -174,6 +169,14 @@ def make_training_accelerator(timeout_seconds: float, **kwargs: Any) -> Accelera
         ],
         **kwargs,
     )
+    if accelerator.device.type == "cpu" and not (
+        accelerator.asked.use_cpu or not torch.accelerator.is_available()
+    ):
+        raise LaunchError(
+            "a GPU is there, and accelerate is on the CPU: an earlier Accelerator of this process "
+            "was, or ACCELERATE_TORCH_DEVICE says so. Fix: a new process; or, if the CPU is meant, "
+            "`accelerate launch --cpu`, without a launcher ACCELERATE_USE_CPU=true"
+        )
     if is_compiled() and accelerator.device.type == "cuda":
         start_compile_workers()
     return accelerator

@@ -284,11 +284,13 @@ def test_what_the_launcher_takes_by_itself_is_compared(
     space = "learning_rate: [0.8, 0.9]\n"
     (tmp_path / "job.yaml").write_text("gradient_accumulation_steps: 2\n")
     search_of_stand_ins(space, "--num_trials", "1")
+    default.write_text("mixed_precision: no\n")  # as it is without
+    search_of_stand_ins(space, "--num_trials", "1")
     default.write_text("mixed_precision: bf16\n")
-    with pytest.raises(ConfigError, match="mixed_precision of config_file=bf16: was None in"):
+    with pytest.raises(ConfigError, match="mixed_precision of accelerate.s YAML=bf16: was no in"):
         search_of_stand_ins(space, "--num_trials", "2")
     default.write_text("num_processes: 4\n")  # which makes a global batch four times as large
-    with pytest.raises(ConfigError, match="num_processes of config_file=4: was None in"):
+    with pytest.raises(ConfigError, match="num_processes of accelerate.s YAML=4: was None in"):
         search_of_stand_ins(space, "--num_trials", "2")
 
 
@@ -347,7 +349,7 @@ def test_a_search_of_another_job(search_of_stand_ins, tmp_path: Path) -> None:
     rows.write_text("text,label\na,b\n")
     (tmp_path / "strategy.yaml").write_text("mixed_precision: bf16\n")
     words = ["--num_trials", "2", "--config_file", str(tmp_path / "strategy.yaml")]
-    with pytest.raises(ConfigError, match="mixed_precision of config_file=bf16: was None in"):
+    with pytest.raises(ConfigError, match="mixed_precision of accelerate.s YAML=bf16: was no in"):
         search_of_stand_ins("learning_rate: [0.9]\n", *words, folder=other)
 
 
@@ -710,9 +712,13 @@ def test_a_space_that_cannot_be(tmp_path: Path) -> None:
     assert "push_to_hub: cannot be varied" in str(caught.value)  # it would do nothing
     assert "gradient_checkpointing={'low': False, 'high': True}: no range" in str(caught.value)
     assert "'low': '9e0', 'high': '8e0'}: no range" in str(caught.value)
-    assert "problem_type: cannot be varied" in str(caught.value)  # each has metrics of its own
-    assert "max_eval_samples: cannot be varied" in str(caught.value)  # each would have its rows
-    assert "eval_steps: cannot be varied" in str(caught.value)  # others are compared by number
+    assert "problem_type: trials could not be compared" in str(
+        caught.value
+    )  # each has metrics of its own
+    assert "max_eval_samples: trials could not be compared" in str(
+        caught.value
+    )  # each would have its rows
+    assert "eval_steps: trials could not be compared" in str(caught.value)  # by number
     assert "lr: cannot be varied. Fix: learning_rate" in str(caught.value)
     assert "lora_alpha={'min': 1, 'max': 2}: no range (" in str(caught.value)
     assert "num_train_epochs: has no effect beside max_steps" in str(caught.value)

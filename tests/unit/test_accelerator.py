@@ -317,7 +317,8 @@ def test_ranks_that_do_not_meet(
 def test_tasks_of_srun_that_train_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(launch, "make_accelerator", lambda **_: torch.nn.Module())
+    made = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(launch, "make_accelerator", lambda **_: made)
     launch.make_training_accelerator(60)
     assert not caplog.text
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
@@ -511,16 +512,26 @@ def test_a_second_model_under_fsdp_has_a_plugin_of_its_own(
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     made = SimpleNamespace(
         distributed_type=DistributedType.FSDP, num_processes=1, mixed_precision="bf16",
-        device=torch.device("cuda"),
+        device=torch.device("cpu"),
     )  # fmt: skip
     monkeypatch.setattr(launch, "Accelerator", lambda **_: made)
     renewed: list[object] = []
     monkeypatch.setattr(fsdp, "make_real", renewed.append)
     launch.make_accelerator()
     assert renewed == [made]
-    made.device = torch.device("cpu")  # another Accelerator of this process was on it
-    with pytest.raises(LaunchError, match="a process keeps the device it began with"):
-        launch.make_accelerator()
+
+
+def test_a_gpu_that_is_left_idle_is_no_silent_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate keeps the device of a process's first Accelerator."""
+    accelerator = launch.make_training_accelerator(60)
+    assert accelerator.device.type == "cpu"
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(launch, "asked_for", lambda: (accelerator.asked, False))
+    with pytest.raises(LaunchError, match="an earlier Accelerator of this process was"):
+        launch.make_training_accelerator(60)
+    on_cpu = replace(accelerator.asked, use_cpu=True)
+    monkeypatch.setattr(launch, "asked_for", lambda: (on_cpu, True))
+    launch.make_training_accelerator(60)
 
 
 def test_a_container_has_less_than_its_machine(tmp_path: Path) -> None:

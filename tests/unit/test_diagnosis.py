@@ -662,8 +662,11 @@ def test_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.product_time(cpu, "no") == 1.0
     assert machine.product_time(cpu, "bf16") > 0
     # When it begins; then start, end of each type, and whether to go on.
-    rounds = [0, 0, 9, 0, 9, 0, *[0, 6, 0, 2, 0] * (machine.TIMED_PRODUCTS - 1)]
-    for ticks in (rounds, [0, 0, 6, 0, 2, machine.TIMED_SECONDS + 1]):
+    first, late = [0, 0, 9, 0, 9], machine.TIMED_SECONDS + 1
+    for ticks in (
+        [*first, *[0, 6, 0, 2, 0] * (machine.TIMED_PRODUCTS - 1)],
+        [*first, 0, 6, 0, 2, late],
+    ):
         now = iter(ticks)
         with monkeypatch.context() as patch:
             patch.setattr(machine.time, "perf_counter", lambda now=now: next(now))
