@@ -145,9 +145,7 @@ class _Search:
             )  # fmt: skip
             study = opened()
             if not study.trials and study.direction.name.lower() != wanted:
-                optuna.delete_study(
-                    study_name="search", storage=storage
-                )  # begun for another metric
+                optuna.delete_study(study_name="search", storage=storage)  # of another metric
                 study = opened()
         except (AssertionError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
