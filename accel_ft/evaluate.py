@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         about = {"checkpoint": opened.folder, "split": name, "rows": split.store.name}
         text = to_json(about | {"num_samples": len(split)} | scores, indent=1)
         print(text)
-        if config.output is not None:
+        if config.output is not None and str(config.output) != "-":
             with writing(str(config.output)) as file:
                 file.write(text + "\n")
 
@@ -101,8 +101,10 @@ def _problem_type(config: EvaluateConfig, opened: Classifier) -> str:
     """Return what the model is for, by itself or, where it does not say, by the keys.
 
     Raises:
-        ConfigError: it is for others, or predicts several numbers.
+        ConfigError: it is for others, or for pairs of texts, or predicts several numbers.
     """
+    are_pairs = config.text_pair_column is not None
+    opened.check_pairs(are_pairs, str(config.checkpoint), "--text_pair_column")
     kind, said = opened.problem_type, opened.model.config.problem_type
     if "problem_type" in config.model_fields_set and config.problem_type != kind:
         if said is not None:

@@ -131,12 +131,8 @@ class Predictor:
 
     def check_kind(self, are_pairs: bool) -> None:
         """Refuse single texts of a model of pairs; warn of pairs of one of single texts."""
-        of_pairs = getattr(self.classifier.model.config, "text_pairs", None)  # None: not ours
-        about = f"checkpoint={self.config.checkpoint}: was trained on"
-        if of_pairs and not are_pairs:
-            raise ConfigError(f"{about} pairs. Fix: two texts each (--text_pair, text_pair_column)")
-        if of_pairs is False and are_pairs:
-            logger.warning("%s single texts, not on pairs", about)
+        fix = "two texts each (--text_pair, text_pair_column)"
+        self.classifier.check_pairs(are_pairs, str(self.config.checkpoint), fix)
 
     def predict(self, texts: Sequence[Text]) -> list[dict[str, Any]]:
         """Return {"label", "score"} of each text (or pair); of several labels {"labels"}, of a
@@ -321,6 +317,10 @@ def _guess_format(path: str, text_column: str) -> str:
     elif suffix in ("", "txt") and Path(path).is_file():  # a pipe can be read but once
         with open(path, "rb") as file:
             start = file.read(4096).removeprefix(BOM_UTF8)
+        if re.match(rb"\s*(\{|\[\s*\{)", start):
+            raise ConfigError(
+                f"input={path}: begins like JSON. Fix: --input_format jsonl, json or lines"
+            )
     elif suffix != "txt":
         raise ConfigError(
             f"input={path}: unknown format. Fix: --input_format lines, csv, tsv, json, jsonl or "

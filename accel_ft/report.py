@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from accel_ft.errors import run_command
+from accel_ft.errors import printable, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from accel_ft.reporting.record import read_record
 
         one, other = map(read_record, options.runs)
-        print(table(list(differences(one, other))))
+        print(printable(table(list(differences(one, other)))))
         return
     from accel_ft.reporting.report import write_report
 

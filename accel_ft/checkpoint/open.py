@@ -11,7 +11,7 @@ from accelerate.utils import broadcast_object_list, parse_flag_from_env
 from numpy.typing import NDArray
 
 from accel_ft.checkpoint import convert, state, transaction
-from accel_ft.errors import CheckpointError
+from accel_ft.errors import CheckpointError, ConfigError
 from accel_ft.model import adapters, load
 from accel_ft.model.first_token import compute_first_token_only
 from accel_ft.runtime.compiled import is_compiled
@@ -46,6 +46,20 @@ class Classifier:
         one = self.model.config.num_labels == 1
         default = "regression" if one else "single_label_classification"
         return str(self.model.config.problem_type or default)
+
+    def check_pairs(self, are_pairs: bool, name: str, fix: str) -> None:
+        """Refuse single texts of a model of pairs; warn of pairs of one of single texts.
+
+        Args:
+            are_pairs: whether what it is to read is.
+            name: what the user calls it.
+            fix: how pairs are given.
+        """
+        of_pairs = getattr(self.model.config, "text_pairs", None)  # None: not ours
+        if of_pairs and not are_pairs:
+            raise ConfigError(f"checkpoint={name}: was trained on pairs. Fix: {fix}")
+        if of_pairs is False and are_pairs:
+            logger.warning("checkpoint=%s: was trained on single texts, not on pairs", name)
 
     def max_seq_length(self, wanted: int | None) -> int:
         """Return how many tokens a text is cut at: as wanted, as in training, or what the model can

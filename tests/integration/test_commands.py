@@ -602,7 +602,19 @@ def test_a_table_is_no_plain_lines(
     for header in headers:
         with pytest.raises(ConfigError, match="a table's header. Fix: --input_format csv, tsv or"):
             kind_of(header + b"a goal,1\n")
-    for line in (b"text\n", b"text, a goal of it\ntext,label\n", b"text, again.\n", b"id;more\n"):
+    for json_rows, kind in ((b'{"text": "a"}\n', "jsonl"), (b' [ {"text": "a"}]', "json")):
+        if place == "-":
+            assert kind_of(json_rows) == kind
+        else:  # a part that `split` has made
+            with pytest.raises(ConfigError, match="begins like JSON. Fix: --input_format jsonl"):
+                kind_of(json_rows)
+    for line in (
+        b"[1] a goal\n",
+        b"text\n",
+        b"text, a goal of it\ntext,label\n",
+        b"text, again.\n",
+        b"id;more\n",
+    ):
         assert kind_of(line) == "lines"
 
 

@@ -243,7 +243,10 @@ def test_calibration_and_intervals() -> None:
 
 
 def test_a_run_is_reproduced(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     train.main(words)
     capsys.readouterr()
@@ -252,6 +255,10 @@ def test_a_run_is_reproduced(
     assert str(tmp_path / "run`") not in (tmp_path / "run_again/model/README.md").read_text()
     report.main(["--diff", str(tmp_path / "run"), str(tmp_path / "run_again")])
     assert capsys.readouterr().out == "they do not differ\n"
+    with monkeypatch.context() as patch:
+        patch.setattr("accel_ft.reporting.compare.table", lambda _: "\x1b[2Ja name of theirs")
+        report.main(["--diff", str(tmp_path / "run"), str(tmp_path / "run_again")])
+    assert capsys.readouterr().out == "\\x1b[2Ja name of theirs\n"  # steers no terminal
     two = [str(tmp_path / "run"), str(tmp_path / "run_again")]
     with pytest.raises(SystemExit, match="2"):
         report.main(["--diff", *two, "--output", str(tmp_path / "report")])

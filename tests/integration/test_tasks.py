@@ -456,6 +456,12 @@ def test_pairs(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[s
         alone.predict(["goal striker medal"])
     with pytest.raises(ConfigError, match="trained on pairs. Fix: two texts each"):
         predict.main(["--checkpoint", str(tmp_path / "alone"), "--text", "goal striker medal"])
+    measured = ["--checkpoint", str(tmp_path / "alone"), "--test_file", str(held_out), *columns]
+    with pytest.raises(ConfigError, match="alone: was trained on pairs. Fix: --text_pair_column"):
+        evaluate.main(measured[:-2])  # it would be measured on halves
+    capsys.readouterr()
+    evaluate.main([*measured, "--output", "-"])
+    assert json.loads(capsys.readouterr().out)["accuracy"] == test["test_accuracy"]  # once
     predict.main(
         [
             "--checkpoint",
