@@ -134,19 +134,18 @@ class _Search:
         journal = folder / "study.log"
         written = journal.read_bytes() if journal.exists() else b""
         write_whole(journal, written[: written.rfind(b"\n") + 1])  # a full disk cuts a line
-
         wanted = "maximize" if job.takes_highest else "minimize"
         try:
             # The folder's lock has one process write to it; Optuna's own would outlive a kill.
             storage = JournalStorage(JournalFileBackend(str(journal), lock_obj=Lock()))
-            opened = partial(
+            open_study = partial(
                 optuna.create_study, study_name="search", storage=storage, load_if_exists=True,
                 direction=wanted, pruner=optuna.pruners.MedianPruner(),
             )  # fmt: skip
-            study = opened()
+            study = open_study()
             if not study.trials and study.direction.name.lower() != wanted:
                 optuna.delete_study(study_name="search", storage=storage)  # of another metric
-                study = opened()
+                study = open_study()
         except (AssertionError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{journal}: is damaged ({first_line(error)}). Fix: another output_dir"

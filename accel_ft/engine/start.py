@@ -124,8 +124,8 @@ def start_or_resume(run: Run) -> None:
     has_ended = any(read_events(run.events.path, "end"))
     if folder is not None:
         in_here = folder.parent.resolve() == run.checkpoints.resolve()
-        is_in_use = is_run(run.output_dir) or transaction.list_published(run.checkpoints)
-        if not in_here and (is_in_use or has_ended):
+        has_run = has_ended or is_run(run.output_dir)
+        if not in_here and (has_run or transaction.list_published(run.checkpoints)):
             _checked_receipt(run)
         best_step = state.best_step(folder)
         lost = resume(run, folder)

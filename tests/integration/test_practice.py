@@ -410,6 +410,8 @@ def test_folders_that_are_nearly_checkpoints(words: list[str], tmp_path: Path) -
     again = [*words, "--output_dir", str(tmp_path / "b")]
     with pytest.raises(CheckpointError, match="run: is a run, no checkpoint. Fix: a folder in"):
         train.main([*again, "--resume_from_checkpoint", str(tmp_path / "run")])
+    with pytest.raises(CheckpointError, match="run: is a run, no checkpoint. Fix: latest, or a f"):
+        train.main([*words, "--resume_from_checkpoint", str(tmp_path / "run")])
 
 
 def test_a_resume_that_trains_nothing_says_so(

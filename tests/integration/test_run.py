@@ -20,7 +20,7 @@ from conftest import LATEST, cut_off, events_of, job_words, run_hash, stopped_at
 from safetensors.torch import load_file, save_file
 
 from accel_ft import evaluate, export, predict, train
-from accel_ft.checkpoint import transaction
+from accel_ft.checkpoint import state, transaction
 from accel_ft.config import TrainConfig
 from accel_ft.engine import start
 from accel_ft.engine.build import build
@@ -447,6 +447,17 @@ def test_latest_of_a_start_that_went_on_from_elsewhere_does_not_begin_anew(
         train.main([*other, *theirs])  # its log would be of both
     train.main([*words, *theirs])
     assert run_hash(tmp_path / "run")["optimizer"] == run_hash(finished)["optimizer"]
+
+
+def test_a_checkpoint_of_before_it_told_of_its_evaluation(finished: Path, tmp_path: Path) -> None:
+    told = state.read_trainer_state(finished / "checkpoints/step_00000012")
+    assert told["evaluated_step"] == 12
+    del told["evaluated_step"]
+    (tmp_path / "trainer_state.json").write_text(json.dumps(told | {"step": 7}))
+    assert state.read_trainer_state(tmp_path)["evaluated_step"] == 7
+    (tmp_path / "trainer_state.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="no readable trainer_state.json"):
+        state.read_trainer_state(tmp_path)
 
 
 def test_a_finished_run_goes_on_when_given_more_epochs(finished: Path, tmp_path: Path) -> None:

@@ -289,6 +289,14 @@ def test_what_the_launcher_takes_by_itself_is_compared(
     default.write_text("mixed_precision: bf16\n")
     with pytest.raises(ConfigError, match="mixed_precision of accelerate.s YAML=bf16: was no in"):
         search_of_stand_ins(space, "--num_trials", "2")
+    (tmp_path / "job.yaml").write_text("seed: 1\n")
+    varied = "learning_rate: [0.9]\ngradient_accumulation_steps: [1, 2]\n"
+    default.write_text("num_processes: 1\n")
+    search_of_stand_ins(varied, "--num_trials", "1", folder=tmp_path / "varied")
+    default.write_text("num_processes: 4\n")
+    with pytest.raises(ConfigError, match="num_processes of accelerate.s YAML=4: was 1 in"):
+        search_of_stand_ins(varied, "--num_trials", "2", folder=tmp_path / "varied")
+    (tmp_path / "job.yaml").write_text("gradient_accumulation_steps: 2\n")
     default.write_text("num_processes: 4\n")  # which makes a global batch four times as large
     with pytest.raises(ConfigError, match="num_processes of accelerate.s YAML=4: was None in"):
         search_of_stand_ins(space, "--num_trials", "2")

@@ -7,6 +7,7 @@ import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from conftest import LATEST, WORDS, cut_off, events_of, run_hash, stopped_at
 from accel_ft import load_classifier, train
 from accel_ft.config import TrainConfig
 from accel_ft.data.splits import load_splits
+from accel_ft.engine import end
 from accel_ft.engine.run import Run
 from accel_ft.errors import CheckpointError, ConfigError, Preempted, UserError
 from accel_ft.model import load
@@ -298,6 +300,22 @@ def test_a_model_that_returns_no_numbers_is_never_the_best(
     assert not (tmp_path / "other/model").exists()
 
 
+def test_rows_without_numbers_are_counted(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them is no sick model: its row is to be looked at."""
+    predict = end._predict_validation
+
+    def one_is_sick(*args: Any) -> Any:
+        logits, names = predict(*args)
+        logits[3, 1] = np.inf
+        return logits, names
+
+    monkeypatch.setattr(end, "_predict_validation", one_is_sick)
+    with pytest.raises(UserError, match=r"infinite logits\) for 1 of 21 validation rows; no model"):
+        train.main([*words, "--max_steps", "1"])
+
+
 def test_a_damaged_best_checkpoint_is_told_at_the_resume(
     words: list[str], tmp_path: Path, odd_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -338,6 +356,10 @@ def test_a_best_checkpoint_that_is_kept_no_longer_is_told(
     train.main([*words, "--load_best_model_at_end", "--max_steps", "8", *LATEST])
     assert told not in capsys.readouterr().err
     words[words.index("--metric_for_best_model") :] = ["--save_total_limit", "2"]  # idle alone
+    shutil.copytree(tmp_path / "run", tmp_path / "all")
+    everything = ["--output_dir", str(tmp_path / "all"), "--save_total_limit", "none"]
+    train.main([*words, "--max_steps", "10", *LATEST, *everything])
+    assert "is kept no longer" not in capsys.readouterr().err  # none is pruned
     train.main([*words, "--max_steps", "10", *LATEST])
     assert told in capsys.readouterr().err
     assert not (tmp_path / "run/checkpoints/step_00000002").exists()

@@ -180,6 +180,12 @@ def test_a_base_that_is_not_here(
     told = "base_model_name_or_path=my/base: the adapters' pretrained model cannot be had here. Fix: the"
     with pytest.raises(ConfigError, match=told):
         load_classifier(max((tmp_path / "run/checkpoints").iterdir()))
+    base = tmp_path / "my/base"  # by its whole path, and gone
+    words += [*LORA, "--model_name_or_path", str(base), "--output_dir", str(tmp_path / "whole")]
+    train.main([*words, "--max_steps", "1"])
+    shutil.rmtree(base)
+    with pytest.raises(ConfigError, match=f"={base}: the adapters' pretrained model cannot be had"):
+        load_classifier(max((tmp_path / "whole/checkpoints").iterdir()))
 
 
 def test_a_base_that_changes_beside_the_run(
