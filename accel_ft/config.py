@@ -279,7 +279,7 @@ class HubConfig(Config):
     hub_model_id: Place | None = None
     """Repository on the Hub to upload to; left out: the name of the folder, in your own account."""
     hub_private_repo: bool = False
-    """Make the repository a private one, where there is none yet."""
+    """Make the repository a private one; one that is there already has to be."""
 
     def repo_id(self, folder: Path) -> str:
         """Return the repository that `folder`'s model goes to."""

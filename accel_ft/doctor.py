@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     from accel_ft.diagnosis.finding import Finding, Verdict, line
     from accel_ft.diagnosis.job import examine
-    from accel_ft.runtime.files import to_json
+    from accel_ft.runtime.files import to_json, writing
     from accel_ft.runtime.logging import setup_logging
 
     is_main = os.environ.get("RANK", "0") == "0"
@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     def write() -> None:
         if is_main and config.json is not None:
             about = [vars(finding) for finding in findings]
-            config.json.write_text(to_json(about, indent=1) + "\n", encoding="utf-8")
+            with writing(str(config.json)) as file:  # whole, for who reads it meanwhile
+                file.write(to_json(about, indent=1) + "\n")
 
     def note(finding: Finding) -> None:
         findings.insert(-1, finding)

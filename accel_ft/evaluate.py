@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from accel_ft.config import ROW_KEYS, EvaluateConfig
 from accel_ft.errors import CheckpointError, ConfigError, run_command
 from accel_ft.runtime.memory import restart_with_better_malloc
-from accel_ft.settings import parse, read_receipt, run_folder, run_settings
+from accel_ft.settings import parse, run_folder, run_settings, trained_on
 
 if TYPE_CHECKING:
     from accel_ft.checkpoint.open import Classifier
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             config.dataset_name, name, its_name, its_name,
         )  # fmt: skip
     if is_cut_off and run is not None:
-        split.warn_if_trained_on(read_receipt(run)["data"]["train"])
+        split.warn_if_trained_on(*trained_on(run))
     loader = make_eval_loader(
         accelerator,
         split,

@@ -336,6 +336,18 @@ def read_receipt(run: Path) -> dict[str, Any]:
     return receipt
 
 
+def trained_on(run: Path) -> set[str]:
+    """Return the fingerprints of the rows that a run's starts, the last and those before it, have
+    trained on.
+
+    Raises:
+        ConfigError: as `read_receipt`.
+    """
+    receipt = read_receipt(run)
+    of_starts = (start.get("identity", {}).get("train_data") for start in receipt["starts"])
+    return {receipt["data"]["train"], *filter(None, of_starts)}
+
+
 def _parser(config_class: type[Config], prog: str) -> argparse.ArgumentParser:
     """One option a key, with its docstring and default."""
     parser = argparse.ArgumentParser(

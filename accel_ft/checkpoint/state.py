@@ -28,6 +28,14 @@ from accel_ft.runtime.watch import Watch
 logger = logging.getLogger(__name__)
 
 TRAINER_STATE = "trainer_state.json"
+ABOUT = {  # what is behind a key that differs; {} is what it was
+    "mixed_precision": " (`accelerate launch --mixed_precision {}`)",
+    "global_batch_size": (
+        " (by gradient_accumulation_steps it grows with the ranks; `--gradient_accumulation_steps "
+        "none --global_batch_size {}` keeps it)"
+    ),
+    "train_data": " (the rows, their columns, the tokenizer or max_seq_length)",
+}
 NO_SEED = 2**62 + 1  # of no run: keys fit 32 bits
 RUN_STATE = (  # a run's own, by name
     "step", "best", "num_worse", "eval_is_due", "evaluated_step", "num_nonfinite",
@@ -283,8 +291,7 @@ def check_same_run(
         told = f"{key}: {there!r} in the checkpoint, {here!r} in this job"
         if not can_differ:
             told += " (other parameters, or groups of them: this cannot be allowed)"
-        if key == "mixed_precision":
-            told += f" (`accelerate launch --{key} {there}`)"
+        told += ABOUT.get(key, "").format(there)
         differences.append(told)
     if differences:
         raise CheckpointError(

@@ -105,17 +105,19 @@ class Split:
         times = "" if self.repeated is None else f" as {len(self)}"
         return f"{self.store.fingerprint[:16]}[{self.start}:{self.stop}]{times}"
 
-    def warn_if_trained_on(self, trained: str) -> None:
-        """Warn unless rows cut off the front of a store come before those of fingerprint
+    def warn_if_trained_on(self, *trained: str) -> None:
+        """Warn unless rows cut off the front of a store come before those of all fingerprints
         `trained`.
         """
-        content, _, start = trained.partition("[")
-        is_same = self.store.fingerprint.startswith(content)
-        if not is_same or self.stop > int(start.partition(":")[0]):
-            logger.warning(
-                "the validation rows are split off other training rows than the run's (or with "
-                "another max_seq_length): some may have been trained on. Fix: a validation_file"
-            )
+        for content, _, start in (fingerprint.partition("[") for fingerprint in trained):
+            is_same = self.store.fingerprint.startswith(content)
+            if not is_same or self.stop > int(start.partition(":")[0]):
+                logger.warning(
+                    "the validation rows are split off other training rows than the run's (or "
+                    "with another max_seq_length): some may have been trained on. Fix: a "
+                    "validation_file"
+                )
+                return
 
 
 @dataclass(frozen=True)

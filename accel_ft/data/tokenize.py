@@ -173,7 +173,13 @@ def _make_store(folder: Path, source: Source, config: DataConfig, tokenizer: Any
                 raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return TokenStore(folder, source.name)
+    try:
+        return TokenStore(folder, source.name)
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:  # it was there already
+        raise DataError(
+            f"{folder}: damaged token cache, which cannot be made anew ({error}). Fix: have its "
+            "owner remove it, or HF_HOME=a folder of your own"
+        ) from error
 
 
 def cache_folder() -> Path:

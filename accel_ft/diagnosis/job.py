@@ -23,6 +23,7 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import nn
 
+from accel_ft.checkpoint.transaction import list_published
 from accel_ft.config import TrainConfig
 from accel_ft.data.loader import Batch, Batches, collate, make_loader
 from accel_ft.diagnosis import (
@@ -47,7 +48,7 @@ from accel_ft.engine.loop import train, update
 from accel_ft.engine.run import Run
 from accel_ft.engine.start import checkpoint_bytes, start_or_resume
 from accel_ft.engine.step import forward, weighted_loss
-from accel_ft.errors import DOCTOR, LaunchError
+from accel_ft.errors import DOCTOR, LaunchError, RankError
 from accel_ft.model import dropout
 from accel_ft.model.memory import device_bytes
 from accel_ft.model.optim import make_optimizer, make_scheduler, scaled_learning_rate
@@ -98,26 +99,34 @@ def examine(config: TrainConfig) -> Iterator[Finding]:
 
     Args:
         config: the job; where it names neither model nor rows, one of the doctor's own takes its
-            place. Runs of a few updates are written beside its output_dir, and removed.
+            place. Runs of a few updates are written into its output_dir, or beside where it is not
+            there yet, and removed.
     """
     limit = _limit_seconds(config)
     with order.construction() as log:
         accelerator = make_training_accelerator(limit)
-        folder = config.output_dir.absolute().parent / gather(f".doctor-{secrets.token_hex(4)}")[0]
+        place = config.output_dir.absolute()  # it may be all that can be written to
+        place = place if place.is_dir() else place.parent
+        folder = place / gather(f".doctor-{secrets.token_hex(4)}")[0]
         rank, num_ranks = accelerator.process_index, accelerator.num_processes
 
-        def clean_up() -> None:
-            if rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
-                shutil.rmtree(folder, ignore_errors=True)  # a heartbeat may have come between
+        def clean_up(keeps_logs: bool) -> None:
+            for _ in range(2) if rank == 0 else ():  # a heartbeat may have come between
+                shutil.rmtree(folder / "probe" if keeps_logs else folder, ignore_errors=True)
 
+        was_lost = False  # a rank, whose log is named
         try:
             watched = Watch(folder / "ranks", rank, num_ranks, limit, clean_up=clean_up)
             with watched as watch:  # of `agreed`, too
-                yield from map(agreed, _on_the_job(config, accelerator, log, watch, folder))
+                yield from map(
+                    agreed, _on_the_job(config, accelerator, log, watch, folder / "probe")
+                )
                 watch.barrier()
+        except RankError:
+            was_lost = True
+            raise
         finally:
-            clean_up()
+            clean_up(was_lost)
 
 
 def _limit_seconds(config: TrainConfig) -> float:
@@ -141,9 +150,12 @@ def _probe(config: TrainConfig, folder: Path, watch: Watch) -> TrainConfig:
             model_name_or_path=str(folder / "model"),
             train_file=folder / "rows.csv",
         )
+    at_once, rows = config.per_device_train_batch_size, ROWS
+    if at_once != "auto":  # two micro-batches a rank, where an update of the job has more than one
+        rows = max(rows, 2 * at_once * watch.num_ranks)
     return config.resolved(
         output_dir=folder / "run", max_steps=UPDATES, logging_steps=1, save_steps=UPDATES,
-        max_train_samples=min(config.max_train_samples or ROWS, ROWS), test_file=None,
+        max_train_samples=min(config.max_train_samples or rows, rows), test_file=None,
         max_eval_samples=min(config.max_eval_samples or EVAL_ROWS, EVAL_ROWS), preflight="off",
         resume_from_checkpoint=None, load_best_model_at_end=False, profile=False, report_to=(),
         save_total_limit=KEPT, early_stopping_patience=None, on_nonfinite="stop",
@@ -198,8 +210,10 @@ def _keys(config: TrainConfig) -> Finding:
 def _disk(run: Run, config: TrainConfig) -> Finding:
     """Whether the whole job's checkpoints have room, not the probe's."""
     per_epoch = math.ceil(_num_rows(run, config) / run.plan.global_batch_size)
-    wanted = checkpoint_bytes(run, config, config.updates(per_epoch), per_epoch)
-    return machine.disk(config.output_dir, wanted)
+    checkpoints = config.output_dir / "checkpoints"  # maybe on a disk of their own
+    there = len(list_published(checkpoints))
+    wanted = checkpoint_bytes(run, config, config.updates(per_epoch), per_epoch, there)
+    return machine.disk(checkpoints, wanted)
 
 
 def _num_rows(run: Run, config: TrainConfig) -> int:

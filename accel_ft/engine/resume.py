@@ -9,6 +9,7 @@ from accel_ft.checkpoint import state
 from accel_ft.engine.graphs import Graphs
 from accel_ft.engine.run import Run
 from accel_ft.errors import CheckpointError
+from accel_ft.settings import is_run, trained_on
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,8 @@ def _tell_what_differs(run: Run, saved: dict[str, Any]) -> None:
         run.passed_over = [step for step in run.passed_over if step < run.step]
     validation = run.splits.validation
     if validation.store is run.splits.train.store:  # cut off them
-        validation.warn_if_trained_on(saved["identity"]["train_data"])
+        of_starts = trained_on(run.output_dir) if is_run(run.output_dir) else ()
+        validation.warn_if_trained_on(saved["identity"]["train_data"], *of_starts)
 
 
 def _forget_stale_best(run: Run, rows: str) -> list[Path]:

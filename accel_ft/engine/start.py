@@ -96,6 +96,18 @@ def _last_start(run: Run) -> dict[str, Any]:
     return dict(receipt["starts"][-1], **receipt.get("selection", {}))
 
 
+def _saved_step(run: Run) -> int:
+    """Return an update of which this folder certainly had a checkpoint, or a checkpoint it went on
+    from; 0 where there may have been none.
+    """
+    events = list(read_events(run.events.path))
+    saved = sorted({event["step"] for event in events if event["event"] == "save"})
+    saved = saved[:-1]  # a save waits until the one before it is published
+    stopped = [event["step"] for event in events if event["event"] == "preempted"]
+    begun = _last_start(run).get("step", 0)
+    return int(max([begun, *saved, *stopped]))
+
+
 def _tell_of_best(run: Run, best_step: int | None) -> None:
     """Warn where the best checkpoint was to be kept, and is not any more."""
     was_kept = _last_start(run).get("takes_best", False)
@@ -140,12 +152,12 @@ def start_or_resume(run: Run) -> None:
             "Fix: another output_dir"
         )
     elif wanted is not None:
-        before = _last_start(run).get("step", 0)
-        if before > 0:
+        saved = _saved_step(run)
+        if saved > 0:
             raise CheckpointError(
-                f"{run.output_dir}: its last start went on from update {before}, and no checkpoint "
-                "is here. Fix: --resume_from_checkpoint FOLDER, the one of that start, or from the "
-                "beginning in another output_dir"
+                f"{run.output_dir}: was at update {saved} already, and no checkpoint is here. Fix: "
+                "put `checkpoints` back (a disk that is not mounted?), --resume_from_checkpoint "
+                "FOLDER for one elsewhere, or from the beginning in another output_dir"
             )
         logger.info("no checkpoint in %s yet: starting from the beginning", run.checkpoints)
     later = [path for step, path in transaction.list_published(run.checkpoints) if step > run.step]

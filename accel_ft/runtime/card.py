@@ -110,14 +110,22 @@ def _shown(key: str, value: Any) -> str:
 
 
 def require_repo(repo_id: str, private: bool) -> str:
-    """Make the repository on the Hub where there is none yet, before a run, so that one that cannot
-    be pushed ends now and not after it; return its id, the account's name included.
+    """Make the repository on the Hub where there is none yet, and ask whether it may be written to,
+    before a run, so that one that cannot be pushed ends now and not after it; return its id, the
+    account's name included.
+
+    Args:
+        repo_id: its name, or account/name.
+        private: it is to be, or an error; else a new one is as the account's default has it.
 
     Raises:
         ConfigError: with the Hub's answer.
     """
+    api = HfApi()
     try:
-        return str(HfApi().create_repo(repo_id, private=private, exist_ok=True).repo_id)
+        found = str(api.create_repo(repo_id, private=private or None, exist_ok=True).repo_id)
+        api.auth_check(found, write=True)  # the one before lets pass who may read what is there
+        is_public = api.repo_info(found).private is False
     except Exception as error:  # no token, no right, no network, ...
         what, fix = "refuses", "`hf auth login`, or HF_TOKEN"
         # By name: which HTTP library the Hub's uses has changed before.
@@ -129,6 +137,12 @@ def require_repo(repo_id: str, private: bool) -> str:
             f"hub_model_id={repo_id}: the Hub {what}: {first_line(error).rstrip('.')}. "
             f"Fix: {fix}; or push_to_hub: false, and `hf upload` later"
         ) from error
+    if private and is_public:
+        raise ConfigError(
+            f"hub_private_repo: {found} is there already, and public. Fix: make it private on the "
+            "Hub, or another --hub_model_id"
+        )
+    return found
 
 
 def push(folder: Path, repo_id: str) -> str:

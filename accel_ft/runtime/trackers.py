@@ -57,24 +57,28 @@ class Trackers:
         folder = config.output_dir / "trackers"  # of those with local files
         folder.mkdir(parents=True, exist_ok=True)
         known = folder / "id"  # a new start in the same folder is another run
-        if (step == 0 or not known.is_file()) and self.accelerator.is_main_process:
-            known.write_text(secrets.token_hex(4), encoding="utf-8")
-        run_id = known.read_text(encoding="utf-8") if known.is_file() else ""
         name = str(config.output_dir.absolute()).strip("/").replace("/", "-")
+        if (step == 0 or not known.is_file()) and self.accelerator.is_main_process:
+            known.write_text(f"{secrets.token_hex(4)} {name}", encoding="utf-8")
+        run_id, _, first_name = (
+            known.read_text(encoding="utf-8") if known.is_file() else ""
+        ).partition(" ")
+        name = first_name or name  # the folder may have been moved since
         options: dict[str, Any] = {
             "wandb": {"name": name, "id": run_id, "resume": "allow", "dir": str(folder)},
             "trackio": {"name": f"{name}-{run_id}", "resume": "allow"},
             "mlflow": {"run_name": name},
-            "tensorboard": {"purge_step": step + 1 if step else None},
+            "tensorboard": {"purge_step": step + 1},
         }
         try:
             project = os.environ.get("WANDB_PROJECT", "accel_ft")
             self.accelerator.init_trackers(project, settings, options)
         except Exception as error:  # other people's services fail in any way
             self.accelerator.trackers = []  # some have not begun, and cannot be closed
-            raise ConfigError(
-                f"report_to={','.join(config.report_to)}: cannot be started: {error}"
-            ) from error
+            told = f"report_to={','.join(config.report_to)}: cannot be started: {error}"
+            if step == 0:
+                raise ConfigError(told) from error
+            logger.warning("%s. The run goes on without trackers, with metrics.jsonl", told)
 
     def log(self, event: str, step: int, values: dict[str, Any]) -> None:
         """Hand on an event's numbers, by the names <event>/<key>."""

@@ -78,7 +78,7 @@ class Watch:
         limit_seconds: after which a rank that is stopped counts as lost.
         advice: told where another rank was lost.
         fault: why this rank cannot begin.
-        clean_up: called before a signal ends this process at once.
+        clean_up: called before this process is ended at once, with whether the logs are named.
 
     Raises:
         Exception: the fault, on all ranks: a program may go on after it.
@@ -92,7 +92,7 @@ class Watch:
         limit_seconds: float,
         advice: str = "",
         fault: Exception | None = None,
-        clean_up: Callable[[], None] = lambda: None,
+        clean_up: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self.folder, self.rank, self.num_ranks, self.advice = folder, rank, num_ranks, advice
         self.limit, self._clean_up = limit_seconds, clean_up
@@ -329,7 +329,7 @@ class Watch:
                     self._gives_up = True
                     self._wake_main()
                 return
-            self._clean_up()
+            self._clean_up(False)
             self._leave(f"{name} again: stopped at once, without saving", 128 + number)
 
     def _wake_main(self) -> None:
@@ -356,7 +356,7 @@ class Watch:
         code = self._beat["exit_code"] = Preempted.exit_code
         self._failed = f"{name}, nothing to save yet"
         self._write_beat()
-        self._clean_up()
+        self._clean_up(False)
         self._leave(f"{name} at stage {self._beat['stage']}: nothing to save yet", code)
 
     def _watch_others(self) -> None:
@@ -374,6 +374,7 @@ class Watch:
         self._failed, self._beat["exit_code"] = words, exit_code
         self._write_beat()  # or a third rank takes this one's end for the cause
         faulthandler.dump_traceback(self._log)
+        self._clean_up(exit_code != Preempted.exit_code)
         told = words if exit_code == Preempted.exit_code else self._advised(words)
         self._leave(told, exit_code, aloud=self.rank == (1 if rank == 0 else 0))
 
@@ -517,10 +518,13 @@ def _tell(tell: Callable[[], None]) -> None:
 
 
 def _host() -> str:
-    """The machine, and on Linux the container: elsewhere a process number means nothing."""
+    """The machine, and on Linux the container: elsewhere a process number means nothing. Machines
+    made of one image may have one name, and all number their first container alike.
+    """
     name = socket.gethostname()
     with contextlib.suppress(OSError):
         name += " " + re.sub(r"\D", "", os.readlink("/proc/self/ns/pid"))
+        name += " " + Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return name
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from conftest import ROOT, job_words, launch, untimed_verdicts
 
 from accel_ft import doctor, train
 from accel_ft.checkpoint import convert
+from accel_ft.config import TrainConfig
 from accel_ft.data import loader
 from accel_ft.diagnosis import job
 from accel_ft.diagnosis.finding import Finding
@@ -76,12 +78,18 @@ def test_one_that_ends_early_does_not_read_as_all_well(
     assert (last["check"], last["verdict"]) == ("examination", "FAIL")
 
 
-def test_a_signal_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing can be saved, so the process is ended at once; its folder may hold three times the model."""
+@pytest.mark.parametrize("place", [".", "run"])
+def test_a_signal_leaves_nothing_behind(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing can be saved, so the process is ended at once; its folder may hold three times the model. It is in
+    output_dir if that is there: a container may have no other place to write to.
+    """
     left: list[tuple[int, list[Path]]] = []
+    (tmp_path / place).mkdir(exist_ok=True)
 
     def be_stopped(*_: object) -> None:
-        (run,) = tmp_path.glob(".doctor-*")
+        (run,) = (tmp_path / place).glob(".doctor-*")
         (run / "weights").write_text("large")
         os.kill(os.getpid(), signal.SIGTERM)
         deadline = time.monotonic() + 20
@@ -89,7 +97,9 @@ def test_a_signal_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Monk
             time.sleep(0.05)
         raise Preempted("SIGTERM")
 
-    monkeypatch.setattr(os, "_exit", lambda code: left.append((code, list(tmp_path.iterdir()))))
+    monkeypatch.setattr(
+        os, "_exit", lambda code: left.append((code, list((tmp_path / place).iterdir())))
+    )
     monkeypatch.setattr("accel_ft.diagnosis.job.build", be_stopped)
     with pytest.raises(Preempted):
         doctor.main(["--output_dir", str(tmp_path / "run")])
@@ -226,16 +236,41 @@ def test_a_check_that_fails_itself(tmp_path: Path) -> None:
             "--ddp_timeout", 600, env={"BROKEN": where}, check=False,
         )  # fmt: skip
         assert done.returncode == 1  # in the 240 s of a launch: no rank has waited for its limit
-        logs = [
-            Path(log).read_text()
-            for log in re.findall("Its log: (.+)", done.stderr)
-            if Path(log).exists()
-        ]
+        logs = [Path(log).read_text() for log in re.findall("Its log: (.+)", done.stderr)]
         assert "in broken" in "".join([done.stderr, *logs])
+        assert {path.name for path in tmp_path.glob(".doctor-*/*")} == {"ranks"}
         assert "ValueError: what nobody thought of" in done.stderr
         *others, last = json.loads(file.read_text())
         assert (last["check"], last["verdict"]) == ("examination", "FAIL"), last
         assert "versions" in {finding["check"] for finding in others}
+
+
+def test_the_probe_accumulates_where_the_job_does(tmp_path: Path) -> None:
+    config = TrainConfig(
+        output_dir=tmp_path, train_file="rows.csv", global_batch_size=4096,
+        per_device_train_batch_size=300,
+    )  # fmt: skip
+    watch: Any = SimpleNamespace(num_ranks=2)
+    assert job._probe(config, tmp_path, watch).max_train_samples == 2 * 2 * 300
+    few = config.resolved(max_train_samples=700)
+    assert job._probe(few, tmp_path, watch).max_train_samples == 700
+
+
+def test_the_disk_is_that_of_the_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where some are already, which need no room again."""
+    seen: list[tuple[Path, int]] = []
+    monkeypatch.setattr(job.machine, "disk", lambda *told: seen.append(told))
+    config = TrainConfig(output_dir=tmp_path, train_file="rows.csv", save_total_limit=2)
+    run: Any = SimpleNamespace(
+        splits=SimpleNamespace(train=SimpleNamespace(store=range(3200000))), num_trained=1,
+        num_parameters=1, plan=SimpleNamespace(global_batch_size=32),
+    )  # fmt: skip
+    job._disk(run, config)
+    (tmp_path / "checkpoints/step_00000500").mkdir(parents=True)
+    job._disk(run, config)
+    assert seen == [(tmp_path / "checkpoints", 4 + 3 * 12), (tmp_path / "checkpoints", 4 + 2 * 12)]
 
 
 def mean_of_means(monkeypatch: pytest.MonkeyPatch) -> None:

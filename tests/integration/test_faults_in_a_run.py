@@ -15,7 +15,6 @@ import time
 from collections import deque
 from concurrent.futures import wait
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -780,10 +779,9 @@ def test_a_signal_before_anything_is_saved_has_the_last_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    codes, cleaned = list[int](), list[int]()
+    codes, cleaned = list[int](), list[bool]()
     monkeypatch.setattr(os, "_exit", codes.append)
-    clean_up = partial(cleaned.append, 1)
-    with Watch(tmp_path / "ranks", 0, 1, 60, clean_up=clean_up) as watch:
+    with Watch(tmp_path / "ranks", 0, 1, 60, clean_up=cleaned.append) as watch:
         watch.stage("model")
         watch._on_signal(signal.SIGTERM)
         words = json.loads((tmp_path / "error.json").read_text())["message"]
@@ -793,7 +791,7 @@ def test_a_signal_before_anything_is_saved_has_the_last_word(
         words = json.loads((tmp_path / "error.json").read_text())["message"]
         assert words == "SIGTERM again: stopped at once, without saving"
     assert codes == [75, 128 + signal.SIGTERM]
-    assert cleaned == [1, 1]
+    assert cleaned == [False, False]
 
 
 def test_a_second_ctrl_c_ends_the_run_and_not_the_notebook(
@@ -838,6 +836,17 @@ def test_a_clock_that_is_set_ends_no_rank(tmp_path: Path, monkeypatch: pytest.Mo
     process.kill()
     process.wait()
     assert watch._fate_here(beat, 60) == "died"
+
+
+def test_machines_of_one_image_are_told_apart(tmp_path: Path) -> None:
+    """By name and container they are the same; a process number of another says nothing here."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if not boot.exists():
+        pytest.skip("no Linux")
+    watch, own = Watch(tmp_path, 0, 1, 60), boot.read_text().strip()
+    there = watch._beat | {"rank": 1, "pid": 2**22 + 1, "failed": ""}
+    assert watch._fate(there, 60) == "died"
+    assert watch._fate(there | {"host": there["host"].replace(own, "0" * 36)}, 60) == ""
 
 
 def test_a_stopped_rank_that_another_has_killed(

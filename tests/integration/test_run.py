@@ -228,7 +228,8 @@ def test_resume_is_bit_identical(finished: Path, tmp_path: Path, step: int) -> N
     for folder in (run / "checkpoints").iterdir():
         if int(folder.name[-8:]) > step:
             shutil.rmtree(folder)
-    ahead = [event for event in events_of(finished) if event["event"] != "end"]
+    last = 12 if step else 1  # a second save proves that the first one was published
+    ahead = [e for e in events_of(finished) if e["event"] != "end" and e["step"] <= last]
     (run / "metrics.jsonl").write_text(
         "".join(json.dumps(e) + "\n" for e in ahead) + '{"event": "tra'
     )
@@ -360,6 +361,10 @@ def test_validation_rows_that_were_trained_on_are_told(
         file.write("one row more,World\n")
     train.main([*words, "--max_steps", "4", *LATEST, "--allow_changed", "train_data"])
     assert "some may have been trained on" in capsys.readouterr().err
+    train.main([*words, "--max_steps", "5", *LATEST])  # and at every start since
+    assert "some may have been trained on" in capsys.readouterr().err
+    evaluate.main(["--checkpoint", str(run), "--split", "validation"])
+    assert "some may have been trained on" in capsys.readouterr().err
 
 
 def test_another_split_into_micro_batches_is_told(
@@ -440,13 +445,42 @@ def test_latest_of_a_start_that_went_on_from_elsewhere_does_not_begin_anew(
         patch.setattr(Run, "save", fail)
         with pytest.raises(RuntimeError, match="killed"):
             train.main([*words, *theirs])
-    with pytest.raises(CheckpointError, match="went on from update 8, and no checkpoint is here"):
+    with pytest.raises(CheckpointError, match="was at update 8 already, and no checkpoint is here"):
         train.main([*words, *LATEST])
     other = [*words, "--learning_rate", "0.01"]
     with pytest.raises(CheckpointError, match="run: belongs to another job(.|\n)*learning_rate: 0"):
         train.main([*other, *theirs])  # its log would be of both
     train.main([*words, *theirs])
     assert run_hash(tmp_path / "run")["optimizer"] == run_hash(finished)["optimizer"]
+
+
+@pytest.mark.parametrize("last", ["train", "save", "preempted"])
+def test_latest_where_the_checkpoints_were_taken_away(
+    last: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a purge, or their disk is not mounted: the record of the run is not written over. Killed in
+    its first save, it had none yet.
+    """
+    run = shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("model"))
+    shutil.rmtree(run / "checkpoints")
+    log = [event for event in events_of(run) if event["event"] in ("train", "save")]
+    log = log[: [event["event"] for event in log].index("save") + 1]
+    first = log[-1]["step"]
+    log += {
+        "train": [],
+        "save": [log[-1] | {"step": first + 1}],  # which waited for the first one
+        "preempted": [{"event": "preempted", "step": first}],
+    }[last]
+    written = "".join(json.dumps(event) + "\n" for event in log)
+    (run / "metrics.jsonl").write_text(written)
+    words = ["--config", str(run / "config.yaml"), "--output_dir", str(run), *LATEST]
+    if last == "train":
+        train.main([*words, "--max_steps", "2"])
+        assert "starting from the beginning" in capsys.readouterr().err
+        return
+    with pytest.raises(CheckpointError, match=f"at update {first} already.*not mounted"):
+        train.main(words)
+    assert (run / "metrics.jsonl").read_text() == written
 
 
 def test_a_checkpoint_of_before_it_told_of_its_evaluation(finished: Path, tmp_path: Path) -> None:

@@ -79,9 +79,36 @@ def test_a_new_start_in_the_same_folder_is_another_run(tmp_path: Path) -> None:
     job = TrainConfig(output_dir=tmp_path, report_to=("tensorboard",))
     for step in (0, 5, 0):
         Trackers(accelerator).start(job, step)
-    first, again, other = (options["wandb"]["id"] for options in seen)
-    assert first == again != other
-    assert len({options["trackio"]["name"] for options in seen}) == 2
+    (tmp_path / "trackers").rename(tmp_path / "moved-trackers")
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "moved-trackers").rename(tmp_path / "moved/trackers")
+    Trackers(accelerator).start(job.resolved(output_dir=tmp_path / "moved"), 5)
+    first, again, other, moved = (options["wandb"]["id"] for options in seen)
+    assert first == again != other == moved
+    names = [options["trackio"]["name"] for options in seen]
+    assert names[0] == names[1] != names[2] == names[3]
+    assert [options["tensorboard"]["purge_step"] for options in seen] == [1, 6, 1, 6]
+
+
+def test_a_tracker_that_is_down_ends_no_run_that_has_begun(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from types import SimpleNamespace
+
+    from accel_ft.config import TrainConfig
+    from accel_ft.runtime.trackers import Trackers
+
+    def fail(*_: object) -> None:
+        raise OSError("the service is down")
+
+    pytest.importorskip("tensorboard")
+    accelerator = SimpleNamespace(is_main_process=True, trackers=["half"], init_trackers=fail)
+    job = TrainConfig(output_dir=tmp_path, report_to=("tensorboard",))
+    with pytest.raises(ConfigError, match="report_to=tensorboard: cannot be started: the service"):
+        Trackers(accelerator).start(job, 0)
+    Trackers(accelerator).start(job, 5)
+    assert "is down. The run goes on without trackers, with metrics.jsonl" in caplog.text
+    assert accelerator.trackers == []
 
 
 def test_a_tracker_that_is_not_there(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,16 +177,19 @@ class Hub:
 
         self.files: dict[str, bytes] = {}
         self.repos: list[dict] = []
-        self.refuses = False
+        self.refuses = self.is_readable = False
+        self.private = True
         hub = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                if hub.refuses:
+                if hub.refuses or (hub.is_readable and self.path.endswith("/write")):
                     self.send_error(404, "Not Found")
                     return
                 self.answer(
                     {
+                        "id": "me/x",
+                        "private": hub.private,
                         "type": "user",
                         "name": "me",
                         "auth": {"type": "access_token", "accessToken": {"role": "write"}},
@@ -322,12 +352,26 @@ def test_a_hub_that_is_away_is_no_matter_of_tokens() -> None:
         require_repo("my run", private=False)  # the name of an output_dir
 
 
+@pytest.mark.parametrize("is_readable", [False, True])
 def test_a_hub_that_refuses_is_met_before_the_training(
-    words: list[str], tmp_path: Path, hub: Hub
+    is_readable: bool, words: list[str], tmp_path: Path, hub: Hub
 ) -> None:
-    hub.refuses = True
+    """Also where the repository is there, and may be read."""
+    hub.refuses, hub.is_readable = not is_readable, is_readable
     with pytest.raises(
-        ConfigError, match="hub_model_id=me/x: the Hub refuses: .*403.*Fix: `hf auth login`"
+        ConfigError, match="hub_model_id=me/x: the Hub refuses: .*40[34].*Fix: `hf auth login`"
     ):
         train.main([*words, "--push_to_hub", "--hub_model_id", "me/x"])
     assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_what_is_to_be_private_is_not_pushed_to_what_is_public(
+    words: list[str], tmp_path: Path, hub: Hub
+) -> None:
+    push = [*words, "--push_to_hub", "--hub_model_id", "me/x"]
+    hub.private = False
+    with pytest.raises(ConfigError, match="hub_private_repo: me/x is there already, and public"):
+        train.main([*push, "--hub_private_repo"])
+    assert not (tmp_path / "run/checkpoints").exists()
+    require_repo("me/x", private=False)
+    assert not {"private", "visibility"} & hub.repos[-1].keys()  # the account's default counts

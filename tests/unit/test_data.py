@@ -870,3 +870,13 @@ def test_predictions_name_the_rows_of_the_data_set(tmp_path: Path, tokenizer) ->
     confidence = [each["confidence"] for each in mistakes]
     assert confidence == sorted(set(confidence), reverse=True) != []
     assert all(each["text"] == texts[each["row"]] for each in mistakes)
+
+
+def test_a_damaged_store_of_another_user(
+    rows_file: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a shared cache whose folders only their owners may remove."""
+    (store_of(rows_file, tokenizer).folder / "tokens.bin").unlink()
+    monkeypatch.setattr(tokenize_module.shutil, "rmtree", lambda *_, **__: None)
+    with pytest.raises(DataError, match="damaged token cache.*Fix: have its owner remove it"):
+        store_of(rows_file, tokenizer)
