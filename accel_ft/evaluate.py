@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from accel_ft.data.splits import load_eval_split
     from accel_ft.engine.agreement import refuse_other_rows
     from accel_ft.engine.evaluation import evaluate_split, make_eval_loader
+    from accel_ft.model.load import check_tokens
     from accel_ft.runtime.files import to_json, writing
     from accel_ft.runtime.launch import make_accelerator
     from accel_ft.runtime.logging import setup_logging
@@ -56,14 +57,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             "Fix: --test_file FILE, or --dataset_name"
         )
     max_seq_length = opened.max_seq_length(config.max_seq_length)
-    kind = _problem_type(config, opened)
-    config = config.resolved(max_seq_length=max_seq_length, problem_type=kind)
+    config = config.resolved(
+        max_seq_length=max_seq_length, problem_type=_problem_type(config, opened)
+    )
     with accelerator.local_main_process_first():
         name, split, is_cut_off = load_eval_split(
             config, opened.tokenizer, opened.label_names, config.split
         )
     refuse_other_rows(gather_object([{name: split.fingerprint()}]))
-    opened.check_tokens(split.store.greatest_id)
+    check_tokens(split.store.greatest_id, opened.tokenizer, opened.model.config, "checkpoint")
     if "max_eval_samples" in typed:  # the run's is for its validation rows
         split.stop = min(split.stop, config.max_eval_samples or split.stop)
     if is_cut_off and "dataset_name" in typed:
@@ -103,8 +105,7 @@ def _problem_type(config: EvaluateConfig, opened: Classifier) -> str:
     Raises:
         ConfigError: it is for others, or for pairs of texts, or predicts several numbers.
     """
-    are_pairs = config.text_pair_column is not None
-    opened.check_pairs(are_pairs, str(config.checkpoint), "--text_pair_column")
+    opened.check_pairs(config.text_pair_column is not None)
     kind, said = opened.problem_type, opened.model.config.problem_type
     if "problem_type" in config.model_fields_set and config.problem_type != kind:
         if said is not None:

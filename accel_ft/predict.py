@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     setup_logging(accelerator.is_main_process)
     predictor = Predictor(config, accelerator, same_folder(config.checkpoint, accelerator))
     second = config.text_pair_column if config.text is None else config.text_pair
-    predictor.check_kind(second is not None)
+    predictor.classifier.check_pairs(second is not None)
     output: Any
     count = 0
     with writing(config.output) if is_main else nullcontext() as output:
@@ -129,11 +129,6 @@ class Predictor:
         self.__dict__.update(state)
         self.accelerator = devices()
 
-    def check_kind(self, are_pairs: bool) -> None:
-        """Refuse single texts of a model of pairs; warn of pairs of one of single texts."""
-        fix = "two texts each (--text_pair, text_pair_column)"
-        self.classifier.check_pairs(are_pairs, str(self.config.checkpoint), fix)
-
     def predict(self, texts: Sequence[Text]) -> list[dict[str, Any]]:
         """Return {"label", "score"} of each text (or pair); of several labels {"labels"}, of a
         regression {"score"}; with "scores" where all_scores is set. Collective.
@@ -144,7 +139,7 @@ class Predictor:
         wanted = [tuple(text) if isinstance(text, list) else text for text in texts]
         pairs = self.config.text_pair_column is not None or isinstance((wanted or "?")[0], tuple)
         if wanted:
-            self.check_kind(pairs)
+            self.classifier.check_pairs(pairs)
         for number, text in enumerate(wanted):
             parts = text if isinstance(text, tuple) else (text,)
             if len(parts) != 1 + pairs or not all(isinstance(part, str) for part in parts):
@@ -182,6 +177,7 @@ class Predictor:
 
         from accel_ft.data.tokenize import token_ids
         from accel_ft.engine.step import forward
+        from accel_ft.model.load import check_tokens
 
         device, tokenizer = self.accelerator.device, self.classifier.tokenizer
         rank, num_ranks = self.accelerator.process_index, self.accelerator.num_processes
@@ -191,7 +187,8 @@ class Predictor:
         rows, num_cut = token_ids(tokenizer, mine, self.max_seq_length) if mine else ([], 0)
         found = np.empty((len(mine), len(self.classifier.label_names)))
         lengths = np.array([row.shape[-1] for row in rows], np.int64)
-        self.classifier.check_tokens(max((int(row[0].max()) for row in rows), default=0))
+        greatest = max((int(row[0].max()) for row in rows), default=0)
+        check_tokens(greatest, tokenizer, self.classifier.model.config, "checkpoint")
         # Not the precision of who calls. Around all batches: it casts weights once.
         with (
             torch.inference_mode(),

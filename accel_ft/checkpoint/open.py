@@ -47,19 +47,14 @@ class Classifier:
         default = "regression" if one else "single_label_classification"
         return str(self.model.config.problem_type or default)
 
-    def check_pairs(self, are_pairs: bool, name: str, fix: str) -> None:
-        """Refuse single texts of a model of pairs; warn of pairs of one of single texts.
-
-        Args:
-            are_pairs: whether what it is to read is.
-            name: what the user calls it.
-            fix: how pairs are given.
-        """
+    def check_pairs(self, are_pairs: bool) -> None:
+        """Refuse single texts of a model of pairs; warn of pairs of one of single texts."""
         of_pairs = getattr(self.model.config, "text_pairs", None)  # None: not ours
         if of_pairs and not are_pairs:
-            raise ConfigError(f"checkpoint={name}: was trained on pairs. Fix: {fix}")
+            fix = "two texts each (text_pair_column; of one text, --text_pair)"
+            raise ConfigError(f"checkpoint={self.folder}: was trained on pairs. Fix: {fix}")
         if of_pairs is False and are_pairs:
-            logger.warning("checkpoint=%s: was trained on single texts, not on pairs", name)
+            logger.warning("checkpoint=%s: was trained on single texts, not on pairs", self.folder)
 
     def max_seq_length(self, wanted: int | None) -> int:
         """Return how many tokens a text is cut at: as wanted, as in training, or what the model can
@@ -73,15 +68,6 @@ class Classifier:
         trained = getattr(self.model.config, "max_seq_length", None)
         usual = trained if isinstance(trained, int) else DEFAULT_MAX_SEQ_LENGTH
         return wanted or min(usual, limit or usual)
-
-    def check_tokens(self, greatest_id: int) -> None:
-        """Refuse a token, or the pad token, that the model has no embedding of.
-
-        Raises:
-            ConfigError: it has none.
-        """
-        greatest_id = max(greatest_id, self.tokenizer.pad_token_id)
-        load.check_tokens(greatest_id, self.model.config, "checkpoint")
 
     @property
     def thresholds(self) -> NDArray[np.float64] | None:

@@ -135,7 +135,7 @@ def _load_rows(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> t
         splits = load_splits(config, tokenizer, load.labels_of(base))
     refuse_other_rows(watch.all_gather({n: s.fingerprint() for n, s in splits.given.items()}))
     stores = [split.store for split in splits.given.values()]
-    load.check_tokens(max(tokenizer.pad_token_id, *(s.greatest_id for s in stores)), base)
+    load.check_tokens(max(store.greatest_id for store in stores), tokenizer, base)
     names, best = splits.label_names, config.best_label
     _warn_of_other_labels(config, names, load.labels_of(base))
     present = [names[number] for number in splits.validation.label_ids()] if best else []

@@ -304,13 +304,16 @@ def check_trainable(config: Any) -> None:
         )
 
 
-def check_tokens(token_id: int, config: Any, key: str = "model_name_or_path") -> None:
-    """Refuse the greatest token id of a tokenizer where the model has no embedding of it.
+def check_tokens(
+    greatest_id: int, tokenizer: Any, config: Any, key: str = "model_name_or_path"
+) -> None:
+    """Refuse the greatest token of some texts, or the pad token, that a model has no embedding of.
 
     Raises:
         ConfigError: with the number of tokens that the model knows.
     """
     known = getattr(config.get_text_config(), "vocab_size", None)
+    token_id = max(greatest_id, tokenizer.pad_token_id)
     if isinstance(known, int) and token_id >= known:
         raise ConfigError(
             f"{key}={config.name_or_path}: its tokenizer gives token {token_id}, its model knows "

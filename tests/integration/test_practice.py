@@ -433,7 +433,7 @@ def test_a_resume_that_trains_nothing_says_so(
     assert "4 of 4 updates done\n" in done.err
     assert f"--checkpoint '{tmp_path}/new run/model' --text" in done.out  # as a shell takes it
     predict.main(["--checkpoint", str(tmp_path / "new run"), "--text", "a", "--text_pair", "b"])
-    assert "run: was trained on single texts, not on pairs" in capsys.readouterr().err
+    assert "run/model: was trained on single texts, not on pairs" in capsys.readouterr().err
 
 
 # From Python

@@ -457,7 +457,7 @@ def test_pairs(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[s
     with pytest.raises(ConfigError, match="trained on pairs. Fix: two texts each"):
         predict.main(["--checkpoint", str(tmp_path / "alone"), "--text", "goal striker medal"])
     measured = ["--checkpoint", str(tmp_path / "alone"), "--test_file", str(held_out), *columns]
-    with pytest.raises(ConfigError, match="alone: was trained on pairs. Fix: --text_pair_column"):
+    with pytest.raises(ConfigError, match="alone: was trained on pairs. Fix: two texts"):
         evaluate.main(measured[:-2])  # it would be measured on halves
     capsys.readouterr()
     evaluate.main([*measured, "--output", "-"])
