@@ -13,6 +13,7 @@ Legend: n samples, G global batch size, S steps (updates) of an epoch = ceil(n /
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 import numpy as np
@@ -70,6 +71,7 @@ def permute(index: Ids, size: int, key: np.uint64) -> Ids:
     return out.astype(np.int64)
 
 
+@dataclass(eq=False)
 class Plan:
     """Sample ids of every global batch of a run.
 
@@ -82,29 +84,21 @@ class Plan:
         groups: whether an update's samples are of like length, or any.
     """
 
-    def __init__(
-        self,
-        num_samples: int,
-        global_batch_size: int,
-        seed: int,
-        lengths: Callable[[Ids], NDArray[np.integer]],
-        groups: bool = True,
-    ) -> None:
-        if num_samples < 1 or global_batch_size < 1:
-            raise ValueError(f"{num_samples=} and {global_batch_size=} must be at least 1")
-        self.num_samples = num_samples
-        self.global_batch_size = global_batch_size
-        self.seed = seed
-        self.lengths = lengths
-        self.groups = groups
-        self.num_full_steps = num_samples // global_batch_size  # of an epoch
-        self.steps_per_epoch = -(-num_samples // global_batch_size)
+    num_samples: int
+    global_batch_size: int
+    seed: int
+    lengths: Callable[[Ids], NDArray[np.integer]]
+    groups: bool = True
+
+    def __post_init__(self) -> None:
+        if min(self.num_samples, self.global_batch_size) < 1:
+            raise ValueError("num_samples and global_batch_size must be at least 1")
+        self.num_full_steps = self.num_samples // self.global_batch_size  # of an epoch
+        self.steps_per_epoch = -(-self.num_samples // self.global_batch_size)
         self._window = lru_cache(maxsize=2)(self._make_window)
 
     def __reduce__(self) -> tuple[type["Plan"], tuple[object, ...]]:
-        return Plan, (
-            self.num_samples, self.global_batch_size, self.seed, self.lengths, self.groups,
-        )  # fmt: skip
+        return Plan, tuple(getattr(self, field.name) for field in fields(self))
 
     def global_batch(self, step: int) -> Ids:
         """Return the sample ids of update `step` (0, 1, ... over the whole run), shortest text
