@@ -166,19 +166,36 @@ def test_a_slow_tokenizer_is_known_by_its_files() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "meta.json"])
-def test_store_with_a_missing_file_is_made_again(rows_file: Path, tokenizer, name: str) -> None:
-    (store_of(rows_file, tokenizer).folder / name).unlink()
-    assert len(store_of(rows_file, tokenizer)) == 47
+STORED = ["tokens.bin", "types.bin", "offsets.bin", "labels.bin", "texts.bin", "meta.json"]
+DAMAGES = [(name, how) for name in STORED for how in ("cut", "missing")]
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin", "labels.bin", "meta.json"])
-def test_damaged_store_is_made_again(
-    rows_file: Path, tokenizer, name: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("name", "how"), [*DAMAGES, ("meta.json", "[1]"), (".", "a file")])
+def test_a_damaged_store_is_made_again(
+    rows_file: Path, tokenizer, name: str, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = store_of(rows_file, tokenizer).folder
-    (folder / name).write_bytes((folder / name).read_bytes()[:-3])
-    assert store_of(rows_file, tokenizer).tokens(46)[0, -1] == 3
+    """Cut by whole values, too, which numpy maps without a word."""
+    config = DataConfig(max_seq_length=16, text_pair_column="label")  # pairs have types
+
+    def last_row() -> tuple[int, list[list[int]], str]:
+        store = tokenize(file_source(rows_file), config, tokenizer)
+        return len(store), store.tokens(46).tolist(), store.labels[store.label_codes[46]]
+
+    sound = last_row()
+    (folder,) = cache_folder().iterdir()
+    assert {path.name for path in folder.iterdir()} == set(STORED)
+    file = folder / name
+    if how == "cut":
+        file.write_bytes(file.read_bytes()[:-8])
+    elif how == "missing":
+        file.unlink()
+    elif how == "a file":
+        shutil.rmtree(folder)
+        folder.touch()
+    else:
+        file.write_text(how)
+    assert last_row() == sound
+    assert caplog.text.count("damaged token cache") == 1
 
 
 def test_a_store_that_another_process_makes_meanwhile_is_not_thrown_away(
@@ -218,17 +235,6 @@ def test_a_regressions_numbers_stand_in_the_rows_alone(tmp_path: Path, tokenizer
     found = np.concatenate([train.labels(places[0]), validation.labels(places[1])])
     assert found.dtype == np.float32
     assert sorted(found) == sorted(np.array(values, np.float32))
-
-
-@pytest.mark.parametrize("left", ["a list", "a file"])
-def test_what_is_no_store_is_made_one(rows_file: Path, tokenizer, left: str) -> None:
-    folder = store_of(rows_file, tokenizer).folder
-    if left == "a list":
-        (folder / "meta.json").write_text("[1]")
-    else:
-        shutil.rmtree(folder)
-        folder.write_text("")
-    assert len(store_of(rows_file, tokenizer)) == 47
 
 
 def test_a_cache_that_several_users_share(
