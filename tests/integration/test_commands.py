@@ -52,6 +52,9 @@ def test_killed_and_resumed_is_bit_identical(
         time.sleep(0.005)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    assert (killed / "checkpoints" / "step_00000003").exists(), (
+        "it was killed before its third save"
+    )
     assert not (killed / "model").exists(), "the run was over before it was killed"
     run("python", *words, "--resume_from_checkpoint", "latest")
     assert run_hash(killed) == run_hash(tmp_path / "whole")
