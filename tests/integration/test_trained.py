@@ -83,12 +83,6 @@ def test_layerwise_rates_of_an_encoder_and_a_decoder_of_other_heights() -> None:
     assert layer_depths(towers)["chars.0.weight"] == 3  # CANINE's, below the others
 
 
-def test_a_layerwise_run(words: list[str], tmp_path: Path) -> None:
-    train.main([*words, "--layerwise_lr_decay", "0.5"])
-    rates = [e["learning_rate"] for e in events_of(tmp_path / "run") if e["event"] == "train"]
-    assert max(rates) == pytest.approx(1e-3)
-
-
 def test_gradient_checkpointing_changes_no_number(words: list[str], tmp_path: Path) -> None:
     """Dropout draws the same mask again in the backward pass."""
     train.main(words)
@@ -433,17 +427,21 @@ def test_layers_that_are_not_there(words: list[str]) -> None:
         train.main([*words, *LORA, "--freeze", "encoder"])
 
 
-def test_label_smoothing_and_how_adapters_are_scaled(words: list[str], tmp_path: Path) -> None:
-    """The keys reach the loss and peft."""
+def test_keys_reach_what_they_are_for(words: list[str], tmp_path: Path) -> None:
+    """The loss, the optimizer, of which the full rate is logged, and peft."""
     words += ["--max_steps", "4"]
-    losses = []
+    losses, rates = [], {}
     for name, more in {
         "plain": [],
         "smooth": ["--label_smoothing_factor", "0.5"],
+        "decayed": ["--layerwise_lr_decay", "0.5"],
         "lora": LORA,
         "scaled": [*LORA, "--lora_alpha", "64"],
         "dropped": [*LORA, "--lora_dropout", "0.5"],
     }.items():
         train.main([*words, *more, "--output_dir", str(tmp_path / name)])
-        losses.append([e["loss"] for e in events_of(tmp_path / name) if e["event"] == "train"])
-    assert len({tuple(each) for each in losses}) == 5
+        events = [e for e in events_of(tmp_path / name) if e["event"] == "train"]
+        losses.append([e["loss"] for e in events])
+        rates[name] = [e["learning_rate"] for e in events]
+    assert len({tuple(each) for each in losses}) == 6
+    assert rates["decayed"] == rates["plain"]
