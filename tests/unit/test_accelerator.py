@@ -217,31 +217,6 @@ def test_a_forked_process_has_another_parent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "told"),
-    [
-        ("DYNAMO_BACKEND", "accelerate cannot start: 'FOO' is not a valid DynamoBackend"),
-        ("MIXED_PRECISION", "asks for mixed_precision: foo. Allowed"),
-    ],
-)
-def test_an_environment_that_accelerate_does_not_know(
-    variable: str, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(f"ACCELERATE_{variable}", "foo")
-    with pytest.raises(LaunchError, match=told):
-        launch.make_accelerator()
-
-
-def test_fsdp_without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(
-        LaunchError, match="no launcher started this process. Fix: accelerate launch, or"
-    ):
-        launch.make_accelerator()
-
-
-@pytest.mark.parametrize(
     ("ranks", "by_layers", "refused"), [("2", "no", True), ("2", "yes", False), ("1", "no", False)]
 )
 def test_a_whole_graph_under_ddp(
@@ -477,16 +452,6 @@ def test_the_launchers_file_is_named_from_where_it_was_started(
     assert (request.source, request.num_processes) == ("mine.yaml", 2)
 
 
-@pytest.mark.parametrize("engine", ["DEEPSPEED", "MEGATRON_LM"])
-def test_other_engines_are_refused(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked for by the launcher's words, which it puts there, or in the environment itself."""
-    request = Request("ddp.yaml", 1, None, "MULTI_GPU", "no")
-    refuse_impossible(request, on_cpu=True)
-    monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
-    with pytest.raises(LaunchError, match="ddp.yaml asks for DeepSpeed or Megatron"):
-        refuse_impossible(request, on_cpu=True)
-
-
 def test_the_environment_is_read_as_accelerate_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would be FSDP that was asked for, and DDP on the CPU that ran."""
     monkeypatch.setattr("accel_ft.runtime.request.find_launcher", lambda: None)
@@ -575,7 +540,10 @@ def test_compile_modes_without_effect(
          "accelerate cannot start: there is no 'SHARDED'"),
         ({"ACCELERATE_DYNAMO_BACKEND": "EAGER", "ACCELERATE_DYNAMO_USE_DYNAMIC": "maybe"},
          "accelerate cannot start: invalid truth value maybe"),
-        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "no launcher started this process"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "foo"}, "accelerate cannot start: 'FOO' is not a valid Dyn"),
+        ({"ACCELERATE_MIXED_PRECISION": "foo"}, "asks for mixed_precision: foo. Allowed"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
+         "no launcher started this process. Fix: accelerate launch, or"),
         ({"LOCAL_WORLD_SIZE": "abc"}, "accelerate cannot start: invalid literal"),
     ],
 )  # fmt: skip
@@ -583,6 +551,7 @@ def test_words_that_accelerate_does_not_know(
     variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("RANK", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(LaunchError, match=message):
@@ -639,7 +608,8 @@ def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         ("FSDP_VERSION", "3", "fsdp_version: 3. Allowed: 2, or 1"),
         ("FSDP_TRANSFORMER_CLS_TO_WRAP", "BertLayer", "Fix: fsdp_auto_wrap_policy: TRANSFORMER_B"),
         ("ACCELERATE_USE_FSDP", "false", "FSDP, which the launcher did not pass on, as it does un"),
-        ("ACCELERATE_USE_DEEPSPEED", "1", "asks for DeepSpeed or Megatron"),
+        ("ACCELERATE_USE_DEEPSPEED", "1", "fsdp2.yaml asks for DeepSpeed or Megatron"),
+        ("ACCELERATE_USE_MEGATRON_LM", "true", "fsdp2.yaml asks for DeepSpeed or Megatron"),
         ("ACCELERATE_DYNAMO_MODE", "max-autotune", "without a dynamo_backend: nothing is compiled"),
         ("ACCELERATE_DYNAMO_USE_DYNAMIC", "1", "without a dynamo_backend: nothing is compiled"),
         ("ACCELERATE_DYNAMO_USE_FULLGRAPH", "1", "without a dynamo_backend: nothing is compiled"),
