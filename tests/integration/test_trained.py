@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import cut_off, events_of, run_hash
+from conftest import LATEST, cut_off, events_of, job_words, run_hash
 from safetensors.torch import load_file, save_file
 
-from accel_ft import load_classifier, train
+from accel_ft import export, load_classifier, train
 from accel_ft.config import TrainConfig
 from accel_ft.errors import CheckpointError, ConfigError
 from accel_ft.model import adapters, load
@@ -112,10 +112,19 @@ def test_checkpointing_is_asked_of_the_model(tiny_model: Path) -> None:
 LORA = ["--lora_r", "4", "--learning_rate", "0.02", "--lora_dropout", "0.1"]
 
 
-def test_adapters(words: list[str], tmp_path: Path, tiny_model: Path) -> None:
+@pytest.fixture(scope="module")
+def adapted(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, rows_file: Path, odd_file: Path
+) -> Path:
+    """A run that has trained adapters, every update saved."""
+    run = tmp_path_factory.mktemp("adapted") / "run"
+    train.main([*job_words(tiny_model, rows_file, odd_file, run), *LORA])
+    return run
+
+
+def test_adapters(adapted: Path, tiny_model: Path) -> None:
     """Checkpoints hold adapters and head, model/ the merged whole, which scores the same."""
-    train.main([*words, *LORA])
-    run = tmp_path / "run"
+    run = adapted
     checkpoint = max((run / "checkpoints").iterdir())
     saved = load_file(checkpoint / "model.safetensors")
     assert all("lora_" in name or "classifier" in name for name in saved)
@@ -337,33 +346,27 @@ def test_what_is_drawn_is_trained_and_saved(kind: str, targets: object, tmp_path
             )
 
 
-def test_adapters_resume_bit_for_bit(words: list[str], tmp_path: Path) -> None:
-    train.main([*words, *LORA])
-    whole = run_hash(tmp_path / "run")
-    cut_off(tmp_path / "run", 5)
-    train.main([*words, *LORA, "--resume_from_checkpoint", "latest"])
-    assert run_hash(tmp_path / "run") == whole
+def test_adapters_resume_bit_for_bit(adapted: Path, words: list[str], tmp_path: Path) -> None:
+    run = shutil.copytree(adapted, tmp_path / "run")
+    cut_off(run, 5)
+    train.main([*words, *LORA, *LATEST])
+    assert run_hash(run) == run_hash(adapted)
 
 
-def test_the_layers_with_adapters_are_written_in_one_order(
-    words: list[str], tmp_path: Path
-) -> None:
+def test_the_layers_with_adapters_are_written_in_one_order(adapted: Path) -> None:
     """peft keeps them as a set: the same job's checkpoints had other bytes each time."""
-    train.main([*words, *LORA, "--max_steps", "1"])
-    (about,) = (tmp_path / "run/checkpoints").glob("*/adapter_config.json")
+    about = adapted / "checkpoints/step_00000012/adapter_config.json"
     names = json.loads(about.read_text())["target_modules"]
     assert names == sorted(names)
     assert len(names) > 5
 
 
-def test_adapters_are_exported(words: list[str], tmp_path: Path) -> None:
-    from accel_ft import export
-
-    train.main([*words, *LORA])
-    checkpoint = max((tmp_path / "run/checkpoints").iterdir())
+def test_adapters_are_exported(adapted: Path, tmp_path: Path) -> None:
+    checkpoint = max((adapted / "checkpoints").iterdir())
     export.main(["--checkpoint", str(checkpoint), "--output", str(tmp_path / "exported")])
     ours, theirs = (
-        load_file(tmp_path / f / "model.safetensors") for f in ("exported", "run/model")
+        load_file(folder / "model.safetensors")
+        for folder in (tmp_path / "exported", adapted / "model")
     )
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
