@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from conftest import ROOT, events_of, job_words
 
 from accel_ft import train
 
-HOSTS = {"accel_ft_0": "10.77.0.1", "accel_ft_1": "10.77.0.2"}
+# Their names are the machine's, which may run this test twice at once; addresses are each pair's own.
+HOSTS = {f"accel_ft_{os.getpid()}_{number}": f"10.77.0.{number + 1}" for number in range(2)}
 
 
 def ip(*words: str) -> None:
@@ -21,39 +23,32 @@ def ip(*words: str) -> None:
 
 
 @pytest.fixture
-def hosts():
+def hosts() -> Iterator[None]:
     """Make the namespaces; skip where that is not allowed."""
     if shutil.which("ip") is None:
         pytest.skip("needs the command `ip` (iproute2)")
     try:
+        try:
+            join_hosts()
+        except (subprocess.CalledProcessError, PermissionError) as error:
+            pytest.skip(f"may not make network namespaces: {getattr(error, 'stderr', error)}")
+        yield
+    finally:  # what there is, also of half of them
         for host in HOSTS:
             subprocess.run(
                 ["ip", "netns", "del", host], capture_output=True, timeout=20, check=False
             )
-            ip("netns", "add", host)
-        ip(
-            "link",
-            "add",
-            "aft0",
-            "netns",
-            "accel_ft_0",
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "aft1",
-            "netns",
-            "accel_ft_1",
-        )
-        for number, (host, address) in enumerate(HOSTS.items()):
-            ip("-n", host, "addr", "add", f"{address}/24", "dev", f"aft{number}")
-            ip("-n", host, "link", "set", f"aft{number}", "up")
-            ip("-n", host, "link", "set", "lo", "up")
-    except (subprocess.CalledProcessError, PermissionError) as error:
-        pytest.skip(f"may not make network namespaces: {getattr(error, 'stderr', error)}")
-    yield
+
+
+def join_hosts() -> None:
     for host in HOSTS:
-        subprocess.run(["ip", "netns", "del", host], capture_output=True, timeout=20, check=False)
+        ip("netns", "add", host)
+    first, second = HOSTS
+    ip(*f"link add aft0 netns {first} type veth peer name aft1 netns {second}".split())
+    for number, (host, address) in enumerate(HOSTS.items()):
+        ip("-n", host, "addr", "add", f"{address}/24", "dev", f"aft{number}")
+        ip("-n", host, "link", "set", f"aft{number}", "up")
+        ip("-n", host, "link", "set", "lo", "up")
 
 
 def on_the_cpu(name: str, folder: Path) -> Path:
@@ -72,7 +67,7 @@ def train_on_both(config: Path, words: list[str], *on_second: str) -> tuple[list
     for rank, host in enumerate(HOSTS):
         command = [
             "ip", "netns", "exec", host, sys.executable, "-m", "accelerate.commands.launch",
-            "--config_file", str(config), "--machine_rank", str(rank), "--main_process_ip", HOSTS["accel_ft_0"],
+            "--config_file", str(config), "--machine_rank", str(rank), "--main_process_ip", next(iter(HOSTS.values())),
             "-m", "accel_ft.train", *words, *on_second * rank,
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": f"aft{rank}"}
