@@ -679,17 +679,24 @@ def test_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert f"in bf16 takes {times:.2f} times as long" in finding.measured
 
 
-def test_loader_speed() -> None:
-    import time
+def test_loader_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first two batches, which start the workers, are passed over."""
+    now, cpu = 0.0, torch.device("cpu")
 
-    def batches(seconds: float):
-        for _ in range(8):
-            time.sleep(seconds)
-            yield None
+    def work(seconds: float) -> None:
+        nonlocal now
+        now += seconds
 
-    starved = machine.loader_speed(batches(0.02), lambda _: time.sleep(0.002), torch.device("cpu"))
-    caught(starved, "ms to come")
-    well(machine.loader_speed(batches(0.0), lambda _: time.sleep(0.02), torch.device("cpu")))
+    def batches(*times: tuple[float, float]) -> Iterator[float]:
+        for to_come, to_compute in times:
+            work(to_come)
+            yield to_compute
+
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: now)
+    slow, quick = (0.020, 0.002), (0.002, 0.020)
+    starved = machine.loader_speed(batches(quick, quick, slow, slow), work, cpu)
+    caught(starved, "a batch takes 20.0 ms to come and 2.0 ms to compute")
+    well(machine.loader_speed(batches(slow, slow, quick, quick), work, cpu))
 
 
 # What was once called well and is not, or the other way round.
