@@ -203,19 +203,23 @@ def test_a_resume_in_another_precision_is_refused(
 
 
 @pytest.mark.parametrize(
-    "name", ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    "gone", ["", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
 )
-def test_a_lost_part_of_the_model_is_made_again(
-    finished: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+def test_a_lost_model_is_made_again(
+    finished: Path, tmp_path: Path, gone: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(finished, run)
-    (run / "model" / name).unlink()
-    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(run)]
+    """Moved elsewhere, or a part of it: the model that the run ended with, and its measures."""
+    run = shutil.copytree(finished, tmp_path / "run")
+    transaction.remove(run / "model" / gone)
+    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(run), *LATEST]
     for _ in range(2):
-        train.main([*words, "--resume_from_checkpoint", "latest"])
-        assert (run / "model" / name).read_bytes() == (finished / "model" / name).read_bytes()
-    assert capsys.readouterr().err.count("a part of model/ is missing") == 1
+        train.main(words)
+        made = run_files(run / "model")
+        assert made == run_files(finished / "model") | {"README.md": made["README.md"]}
+        assert run_hash(run) == run_hash(finished)
+    told = capsys.readouterr()
+    assert told.err.count("is finished: its end is made anew: ") == 1
+    assert told.out.count(f"model: {run}/model\n") == 2
 
 
 @pytest.mark.parametrize("step", range(13))
@@ -402,24 +406,6 @@ def test_a_run_ends_well_where_its_folder_cannot_be_printed(
     words = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "\xf6")]
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     train.main([*words, "--max_steps", "1"])
-
-
-@pytest.mark.parametrize("gone", ["model", "model.safetensors", "config.json"])
-def test_a_finished_run_whose_model_was_moved(
-    gone: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Or a part of it: the model that it ended with, and its measures, are made anew."""
-    run = shutil.copytree(finished, tmp_path / "run")
-    if gone == "model":
-        shutil.rmtree(run / "model")
-    else:
-        (run / "model" / gone).unlink()
-    words = ["--config", str(run / "config.yaml"), "--output_dir", str(run)]
-    train.main([*words, "--resume_from_checkpoint", "latest"])
-    told = capsys.readouterr()
-    assert "is finished: its end is made anew" in told.err
-    assert f"model: {run}/model" in told.out
-    assert run_hash(run) == run_hash(finished)
 
 
 def test_latest_with_no_checkpoint_starts(
