@@ -750,16 +750,6 @@ def test_bytes_that_are_no_text_at_the_end_of_the_log(words: list[str], tmp_path
     assert events_of(tmp_path / "run")[-1]["step"] == 18
 
 
-def test_a_damaged_checkpoint_that_is_asked_for_is_refused(
-    words: list[str], tmp_path: Path
-) -> None:
-    train.main([*words, "--max_steps", "2"])
-    folder = tmp_path / "run" / "checkpoints" / "step_00000002"
-    (folder / "optimizer.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="optimizer.bin is damaged"):
-        train.main([*words, "--max_steps", "4", "--resume_from_checkpoint", str(folder)])
-
-
 def test_the_last_word_is_of_the_rank_that_was_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
