@@ -265,14 +265,6 @@ def test_ctrl_c_with_nothing_to_save_can_be_caught(
     train.main([*words, "--max_steps", "1"])
 
 
-def test_a_global_batch_larger_than_the_rows_costs_nothing(
-    words: list[str], tmp_path: Path
-) -> None:
-    train.main([*words, "--global_batch_size", "1000000", "--max_steps", "1"])
-    receipt = json.loads((tmp_path / "run/receipt.json").read_text())
-    assert receipt["accumulation_steps"] == 12  # 47 rows, 4 at once
-
-
 def test_what_predict_is_given(
     words: list[str], tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
