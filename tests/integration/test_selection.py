@@ -141,14 +141,6 @@ def test_the_other_end_of_a_metric_is_another_choice(
     assert "chosen by loss, the highest; no update is left to choose one by loss" in told
 
 
-def test_the_metric_that_is_chosen_by_is_the_one_that_is_said(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train.main([*words, "--metric_for_best_model", "f1_macro", "--load_best_model_at_end"])
-    value = events_of(tmp_path / "run")[-1]["eval_f1_macro"]
-    assert f"f1_macro on the validation rows: {value:.4f}\n" in capsys.readouterr().out
-
-
 def test_a_finished_choice_is_measured_on_other_rows_and_not_made_anew(
     words: list[str], tmp_path: Path, rows_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,14 +190,6 @@ def test_a_key_that_changes_nothing_leaves_a_finished_run_alone(
     train.main([*words, "--load_best_model_at_end", *LATEST])
     assert "its end is made anew" in capsys.readouterr().err
     assert not (tmp_path / "run/model/notes.txt").is_file()
-
-
-def test_greater_is_better_turns_the_choice_round(words: list[str], tmp_path: Path) -> None:
-    words += ["--load_best_model_at_end", "--eval_steps", "1", "--metric_for_best_model", "loss"]
-    train.main([*words, "--greater_is_better", "true"])
-    events = events_of(tmp_path / "run")
-    losses = {e["step"]: e["eval_loss"] for e in events if e["event"] == "eval"}
-    assert events[-1]["model_step"] == max(losses, key=losses.get)
 
 
 def test_the_best_model_of_one_label(words: list[str], tmp_path: Path, rows_file: Path) -> None:
