@@ -47,6 +47,11 @@ def finished(
     return run
 
 
+def job_of(finished: Path, folder: Path, *more: str) -> list[str]:
+    """The finished run's job, into another folder."""
+    return ["--config", str(finished / "config.yaml"), "--output_dir", str(folder), *more]
+
+
 def test_all_of_a_data_set_that_was_held_back(
     finished: Path,
     rows_file: Path,
@@ -55,8 +60,6 @@ def test_all_of_a_data_set_that_was_held_back(
 ) -> None:
     """Its only split is called train, but nobody trains on it here."""
     import datasets
-
-    from accel_ft import evaluate
 
     rows = datasets.Dataset.from_csv(str(rows_file), cache_dir=str(tmp_path / "cache"))
     rows.save_to_disk(tmp_path / "held")
@@ -80,7 +83,7 @@ def test_mistakes_are_rows_of_the_test_file(finished: Path, odd_file: Path) -> N
 
 
 def test_rows_of_any_length_by_key(finished: Path, tmp_path: Path) -> None:
-    job = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run")]
+    job = job_of(finished, tmp_path / "run")
     train.main([*job, "--train_sampling_strategy", "random", "--max_steps", "1"])
     one, other = (read_receipt(folder) for folder in (finished, tmp_path / "run"))
     assert one["sample_order_sha256"] != other["sample_order_sha256"]
@@ -165,7 +168,7 @@ def test_an_update_is_the_mean_over_its_global_batch(
 
 
 def test_its_config_reproduces_the_run(finished: Path, tmp_path: Path) -> None:
-    train.main(["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "again")])
+    train.main(job_of(finished, tmp_path / "again"))
     assert run_hash(tmp_path / "again") == run_hash(finished)
 
 
@@ -176,8 +179,7 @@ def test_a_resume_in_another_precision_is_refused(
     run = shutil.copytree(finished, tmp_path / "run")
     cut_off(run, 10)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(run)]
-    words += ["--resume_from_checkpoint", "latest"]
+    words = job_of(finished, run, *LATEST)
     try:
         AcceleratorState._reset_state()
         with pytest.raises(
@@ -211,7 +213,7 @@ def test_a_lost_model_is_made_again(
     """Moved elsewhere, or a part of it: the model that the run ended with, and its measures."""
     run = shutil.copytree(finished, tmp_path / "run")
     transaction.remove(run / "model" / gone)
-    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(run), *LATEST]
+    words = job_of(finished, run, *LATEST)
     for _ in range(2):
         train.main(words)
         made = run_files(run / "model")
@@ -238,16 +240,7 @@ def test_resume_is_bit_identical(finished: Path, tmp_path: Path, step: int) -> N
         "".join(json.dumps(e) + "\n" for e in ahead) + '{"event": "tra'
     )
     (run / "checkpoints" / ".staging-step_00000013").mkdir()
-    train.main(
-        [
-            "--config",
-            str(finished / "config.yaml"),
-            "--output_dir",
-            str(run),
-            "--resume_from_checkpoint",
-            "latest",
-        ]
-    )
+    train.main(job_of(finished, run, *LATEST))
     assert run_hash(run) == run_hash(finished)
     assert not list((run / "checkpoints").glob(".staging*"))
 
@@ -301,8 +294,7 @@ def test_a_kill_while_the_end_is_made_anew(
     """The run is no finished one from then on; else its model would never come again."""
     run = tmp_path / "run"
     shutil.copytree(finished, run)
-    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(run), *LATEST]
-    words += ["--test_file", str(rows_file)]
+    words = job_of(finished, run, *LATEST, "--test_file", str(rows_file))
     with monkeypatch.context() as patch:
         patch.setattr(start.transaction, "remove", killed)
         with pytest.raises(RuntimeError, match="killed"):
@@ -328,7 +320,7 @@ def killed(folder: Path) -> None:
 def test_other_parameters_cannot_be_allowed(
     finished: Path, tmp_path: Path, more: list[str], before: list[str], words: str
 ) -> None:
-    job = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run")]
+    job = job_of(finished, tmp_path / "run")
     train.main([*job, *before, "--max_steps", "1"])
     allowed = ["--allow_changed", "layerwise_lr_decay"]
     with pytest.raises(CheckpointError, match=words):
@@ -341,8 +333,7 @@ def test_validation_rows_that_were_trained_on_are_told(
     """Of a file that has grown, other rows are cut off."""
     rows, run = tmp_path / "rows.csv", tmp_path / "run"
     shutil.copy(rows_file, rows)
-    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(run)]
-    words += ["--validation_file", "none", "--train_file", str(rows)]
+    words = job_of(finished, run, "--validation_file", "none", "--train_file", str(rows))
     train.main([*words, "--max_steps", "2", "--max_train_samples", "30"])
     train.main([*words, "--max_steps", "3", *LATEST, "--allow_changed", "train_data"])
     assert "trained on" not in capsys.readouterr().err  # more of the same rows
@@ -359,7 +350,7 @@ def test_validation_rows_that_were_trained_on_are_told(
 def test_another_split_into_micro_batches_is_told(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run")]
+    words = job_of(finished, tmp_path / "run")
     train.main([*words, "--max_steps", "2"])
     train.main([*words, "--max_steps", "3", *LATEST])
     assert "an update had" not in capsys.readouterr().err
@@ -370,7 +361,7 @@ def test_another_split_into_micro_batches_is_told(
 def test_rows_whose_file_name_is_no_utf_8(finished: Path, rows_file: Path, tmp_path: Path) -> None:
     rows = tmp_path / os.fsdecode(b"caf\xe9.csv")
     shutil.copy(rows_file, rows)
-    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run")]
+    words = job_of(finished, tmp_path / "run")
     train.main([*words, "--train_file", str(rows), "--max_steps", "1", "--report_to", "html"])
     assert "udce9.csv" in (tmp_path / "run/model/README.md").read_text()
     export.main(["--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "exported")])
@@ -388,7 +379,7 @@ def test_rows_whose_file_name_is_no_utf_8(finished: Path, rows_file: Path, tmp_p
 def test_a_run_ends_well_where_its_folder_cannot_be_printed(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "\xf6")]
+    words = job_of(finished, tmp_path / "\xf6")
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     train.main([*words, "--max_steps", "1"])
 
@@ -396,7 +387,7 @@ def test_a_run_ends_well_where_its_folder_cannot_be_printed(
 def test_latest_with_no_checkpoint_starts(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run")]
+    words = job_of(finished, tmp_path / "run")
     train.main([*words, "--resume_from_checkpoint", "latest", "--max_steps", "2"])
     assert "starting from the beginning" in capsys.readouterr().err
     assert end_of(tmp_path / "run") == (2, 2)
@@ -406,7 +397,7 @@ def test_latest_of_a_start_that_went_on_from_elsewhere_does_not_begin_anew(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was killed before its first save: the same command with `latest` would train from update 0."""
-    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run")]
+    words = job_of(finished, tmp_path / "run")
     theirs = ["--resume_from_checkpoint", str(finished / "checkpoints/step_00000008")]
 
     def fail(_: Run) -> None:
@@ -467,7 +458,7 @@ def test_a_checkpoint_of_before_it_told_of_its_evaluation(finished: Path, tmp_pa
 
 def test_a_finished_run_goes_on_when_given_more_epochs(finished: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(run)]
+    words = job_of(finished, run)
     train.main([*words, "--max_steps", "2"])
     train.main([*words, "--max_steps", "4", "--resume_from_checkpoint", "latest"])
     events = events_of(run)
@@ -484,14 +475,7 @@ def test_a_run_that_goes_on_has_no_final_model(
 
     run = tmp_path / "run"
     shutil.copytree(finished, run)
-    words = [
-        "--config",
-        str(finished / "config.yaml"),
-        "--output_dir",
-        str(run),
-        "--num_train_epochs",
-        "3",
-    ]
+    words = job_of(finished, run, "--num_train_epochs", "3")
     monkeypatch.setattr(loop, "forward", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         train.main([*words, "--resume_from_checkpoint", "latest"])
@@ -513,7 +497,7 @@ def test_a_finished_model_is_not_replaced(finished: Path, tmp_path: Path) -> Non
     shutil.copytree(finished, run, ignore=shutil.ignore_patterns("checkpoints", "metrics.jsonl"))
     before = run_files(run)
     with pytest.raises(ConfigError, match="already holds a run"):
-        train.main(["--config", str(finished / "config.yaml"), "--output_dir", str(run)])
+        train.main(job_of(finished, run))
     assert run_files(run) == before
 
 
@@ -530,7 +514,7 @@ def test_a_finished_run_is_not_taken_for_another(finished: Path) -> None:
 
 def test_going_back_does_not_orphan_later_checkpoints(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "run")
-    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run")]
+    words = job_of(finished, tmp_path / "run")
     third = str(tmp_path / "run" / "checkpoints" / "step_00000003")
     with pytest.raises(
         CheckpointError, match="holds later ones, up to step_00000012. Fix: another output_dir"
@@ -553,7 +537,7 @@ def test_a_copy_beside_the_others_is_no_checkpoint_of_the_run(
         shutil.rmtree(path)
     copy = run / "checkpoints/copy_of_8"
     (run / "checkpoints/step_00000008").rename(copy)
-    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(run)]
+    words = job_of(finished, run)
     with pytest.raises(RuntimeError, match="stopped"):
         stopped_at(9, [*words, "--resume_from_checkpoint", str(copy)])
     assert [step for step, _ in transaction.list_published(run / "checkpoints")] == [8, 9]
@@ -566,14 +550,7 @@ def test_damaged_ones_do_not_outlive_the_sound(finished: Path, tmp_path: Path) -
     (run / "metrics.jsonl").unlink()
     for step in (11, 12):
         (run / "checkpoints" / f"step_{step:08d}" / "optimizer.bin").unlink()
-    words = [
-        "--config",
-        str(finished / "config.yaml"),
-        "--output_dir",
-        str(run),
-        "--save_total_limit",
-        "2",
-    ]
+    words = job_of(finished, run, "--save_total_limit", "2")
     train.main([*words, "--resume_from_checkpoint", "latest"])
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
         "damaged-step_00000011",
@@ -591,7 +568,7 @@ def test_a_checkpoint_with_a_note_in_it_is_not_thrown_away(
     shutil.copytree(finished, run)
     cut_off(run, 8)
     (run / "checkpoints/step_00000008/NOTES.txt").write_text("mine")
-    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(run), *LATEST]
+    words = job_of(finished, run, *LATEST)
     train.main(words)
     assert "NOTES.txt is of unknown origin" in capsys.readouterr().err
     assert (run / "checkpoints/damaged-step_00000008/NOTES.txt").read_text() == "mine"
@@ -603,7 +580,7 @@ def test_a_finished_run_without_checkpoints_is_not_trained_over(
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished, run, ignore=shutil.ignore_patterns("checkpoints"))
-    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(run), *LATEST]
+    words = job_of(finished, run, *LATEST)
     before = run_files(run)
     with pytest.raises(CheckpointError, match="whose checkpoints are gone"):
         train.main([*words, "--num_train_epochs", "3"])
@@ -617,7 +594,7 @@ def run_files(run: Path) -> dict[str, bytes]:
 
 def test_another_runs_checkpoint_does_not_replace_a_run(finished: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(run)]
+    words = job_of(finished, run)
     train.main([*words, "--seed", "7", "--max_steps", "2", "--save_steps", "2"])
     before = run_files(run)
     theirs = ["--resume_from_checkpoint", str(finished / "checkpoints/step_00000008")]
@@ -638,7 +615,7 @@ def test_a_start_that_fails_leaves_the_model(
     shutil.copytree(finished, run)
     before = run_files(run)
     monkeypatch.setattr(Trackers, "start", refuse)
-    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(run), *LATEST]
+    words = job_of(finished, run, *LATEST)
     with pytest.raises(ConfigError, match="no login"):
         train.main([*words, "--num_train_epochs", "3"])
     assert run_files(run) == before
@@ -648,7 +625,7 @@ def test_a_start_that_fails_leaves_the_model(
 def test_a_file_of_the_users_is_not_replaced(finished: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).write_text("{}\n")
-    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run")]
+    words = job_of(finished, tmp_path / "run")
     with pytest.raises(ConfigError, match=f"holds a `{name}` but no receipt.json"):
         train.main([*words, *LATEST])
     assert (tmp_path / "run" / name).read_text() == "{}\n"
@@ -665,13 +642,7 @@ def test_damaged_checkpoint(
     data = bytearray(file.read_bytes())
     data[1000] ^= 1
     file.write_bytes(data)
-    words = [
-        "--config",
-        str(finished / "config.yaml"),
-        "--output_dir",
-        str(run),
-        "--resume_from_checkpoint",
-    ]
+    words = job_of(finished, run, "--resume_from_checkpoint")
     with pytest.raises(CheckpointError, match="optimizer.bin is damaged"):
         train.main([*words, str(file.parent)])
     train.main([*words, "latest"])
@@ -687,14 +658,7 @@ def test_best_model_is_kept_and_taken(
 ) -> None:
     """Evaluated each update and pruned to two, the best checkpoint survives and becomes the model."""
     run = tmp_path / "run"
-    words = [
-        "--config",
-        str(finished / "config.yaml"),
-        "--output_dir",
-        str(run),
-        "--learning_rate",
-        "0.02",
-    ]
+    words = job_of(finished, run, "--learning_rate", "0.02")
     train.main([
         *words, "--load_best_model_at_end", "--eval_steps", "1", "--save_steps", "5", "--save_total_limit", "2",
         "--metric_for_best_model", "loss",
@@ -707,8 +671,6 @@ def test_best_model_is_kept_and_taken(
     assert len(kept) <= 3
     accuracy = {e["step"]: e["eval_accuracy"] for e in events_of(run) if e["event"] == "eval"}[best]
     assert f"accuracy on the validation rows: {accuracy:.4f}\n" in said
-    from safetensors.torch import load_file
-
     ours = load_file(run / "model" / "model.safetensors")
     theirs = load_file(run / "checkpoints" / f"step_{best:08d}" / "model.safetensors")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -718,14 +680,7 @@ def test_a_run_whose_best_checkpoint_is_damaged_ends_with_the_last_model_if_told
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    words = [
-        "--config",
-        str(finished / "config.yaml"),
-        "--output_dir",
-        str(run),
-        "--learning_rate",
-        "0.5",
-    ]
+    words = job_of(finished, run, "--learning_rate", "0.5")
     words += ["--load_best_model_at_end", "--eval_steps", "1", "--metric_for_best_model", "loss"]
     train.main(words)
     best = events_of(run)[-1]["model_step"]
@@ -751,7 +706,7 @@ def test_what_is_sick_from_the_beginning(finished: Path, tmp_path: Path, tiny_mo
         sick / "model.safetensors",
         {"format": "pt"},
     )
-    words = ["--config", str(finished / "config.yaml"), "--output_dir", str(tmp_path / "run")]
+    words = job_of(finished, tmp_path / "run")
     with pytest.raises(UserError, match="update 1: .*Fix: sound pretrained weights, smaller class"):
         train.main([*words, "--model_name_or_path", str(sick)])
 
@@ -799,17 +754,8 @@ def test_the_command_that_is_told_works(
 
 
 def test_divergence_never_replaces_the_sound_checkpoints(finished: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     run = tmp_path / "run"
-    words = [
-        "--config",
-        str(finished / "config.yaml"),
-        "--output_dir",
-        str(run),
-        "--logging_steps",
-        "10",
-    ]
+    words = job_of(finished, run, "--logging_steps", "10")
     words += ["--learning_rate", "1e30", "--warmup_steps", "3", "--save_total_limit", "2"]
     with pytest.raises(UserError, match="update 3: the loss is nan"):
         train.main(words)
