@@ -28,7 +28,7 @@ from conftest import (
 from conftest import run as start
 from safetensors.torch import load_file, save_file
 
-from accel_ft import evaluate, predict, train
+from accel_ft import evaluate, export, fit, load_classifier, predict, train
 from accel_ft.errors import CheckpointError, ConfigError, DataError, UserError
 
 
@@ -102,8 +102,6 @@ def test_a_model_that_left_its_run_is_measured_as_in_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Cut at the same length; and from inside its own folder."""
-    from accel_ft import export, load_classifier
-
     train.main([*words, "--max_seq_length", "9"])
     test = next(e for e in events_of(tmp_path / "run") if e["event"] == "test")
     out = tmp_path / "exported"
@@ -268,9 +266,6 @@ def test_ctrl_c_with_nothing_to_save_can_be_caught(
 def test_what_predict_is_given(
     words: list[str], tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from accel_ft import load_classifier
-    from accel_ft.errors import DataError
-
     train.main([*words, "--max_steps", "1"])
     classifier = load_classifier(tmp_path / "run")
     texts = ["a goal", "the bank"]
@@ -320,7 +315,6 @@ def test_what_predict_is_given(
 def test_predict_tells_a_fault_in_the_last_row_first(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-
     train.main([*words, "--max_steps", "1"])
     file = tmp_path / "in.csv"
     file.write_text("text\n" + "goal\n" * 40 + "a,b\n")
@@ -349,7 +343,6 @@ def test_a_model_that_does_not_say_what_its_labels_are(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As many an older one of several labels: then the command does."""
-
     rows = tmp_path / "rows.jsonl"
     lines = [{"text": "goal", "label": ["Sports", "World"]}, {"text": "bank", "label": []}] * 8
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -378,8 +371,6 @@ def test_a_head_without_names_is_measured_by_ids(
 ) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    from accel_ft.errors import DataError
-
     model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=2)
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "plain")
     model.save_pretrained(tmp_path / "plain")
@@ -394,7 +385,6 @@ def test_a_head_without_names_is_measured_by_ids(
 
 
 def test_folders_that_are_nearly_checkpoints(words: list[str], tmp_path: Path) -> None:
-
     train.main([*words, "--max_steps", "1"])
     for folder in (tmp_path, tmp_path / "run/checkpoints"):
         with pytest.raises(ConfigError, match=r"holds no model .* of a run, or of a checkpoint"):
@@ -410,7 +400,6 @@ def test_a_resume_that_trains_nothing_says_so(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A pair of texts for a model of single ones, too."""
-
     train.main([*words, "--max_steps", "4"])
     longer = ["--resume_from_checkpoint", str(tmp_path / "run/checkpoints/step_00000004")]
     longer += ["--output_dir", str(tmp_path / "new run")]
@@ -435,7 +424,6 @@ def test_what_is_switched_on_around_it_changes_nothing(
     tmp_path: Path, tiny_model: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A notebook that has predicted before has gradients off; a service may have autocast on."""
-    from accel_ft import fit, load_classifier
     from accel_ft.predict import Alone
 
     keys: dict[str, Any] = {"model_name_or_path": str(tiny_model), "train_file": rows_file}
@@ -467,8 +455,6 @@ def test_a_pickled_classifier_goes_to_another_process(
 ) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    from accel_ft import load_classifier
-
     model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=num_labels)
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path)
@@ -481,8 +467,6 @@ def test_a_pickled_classifier_goes_to_another_process(
 
 
 def test_fit_and_load_classifier(tmp_path: Path, tiny_model: Path, rows_file: Path) -> None:
-    from accel_ft import fit, load_classifier
-
     model = fit(
         model_name_or_path=str(tiny_model), train_file=rows_file, output_dir=tmp_path / "run",
         num_train_epochs=30, learning_rate=5e-3, max_seq_length=32, save_steps=1000,
@@ -521,10 +505,7 @@ def test_a_guest_leaves_the_process_as_it_was(
 ) -> None:
     import random
 
-    import torch
     from transformers.utils import logging
-
-    from accel_ft import fit
 
     job: dict[str, Any] = {"model_name_or_path": str(tiny_model), "train_file": rows_file}
     job |= {"max_steps": 2, "max_seq_length": 32, "output_dir": tmp_path / "run"}
@@ -583,7 +564,7 @@ def test_a_missing_extra_is_named(
     """As soon as it is asked for, before anything is loaded or written."""
     from conftest import ROOT
 
-    from accel_ft import errors, export, search
+    from accel_ft import errors, search
     from accel_ft.reporting import report
     from accel_ft.runtime import trackers
 
@@ -674,8 +655,6 @@ def test_onnx(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[st
     """The file takes any number of rows and tokens, and says what the model says."""
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    from accel_ft import export, load_classifier
-
     train.main(words)
     export.main(
         [
@@ -709,7 +688,6 @@ def test_onnx_beside_its_weights(
         pytest.importorskip(name)
     from transformers import AutoTokenizer
 
-    from accel_ft import export
     from accel_ft.model import onnx
 
     train.main([*words, "--max_steps", "1"])
@@ -766,8 +744,6 @@ def test_a_decoder_whose_tokenizer_has_no_pad_token(
 ) -> None:
     """The last token of each text decides, not that of the longest; also where all end in the end token."""
     from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
-
-    from accel_ft import load_classifier
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token = end, "[CLS]", None
@@ -840,8 +816,6 @@ def test_a_head_keeps_its_labels(
 def test_an_export_that_could_not_take_its_name(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from accel_ft import export
-
     (tmp_path / "out").mkdir()
     monkeypatch.setattr(Path, "is_mount", lambda self: self.name == "out")
     with pytest.raises(ConfigError, match="is where a disk is. Fix: a folder in it"):
@@ -850,8 +824,6 @@ def test_an_export_that_could_not_take_its_name(
 
 def test_an_export_among_checkpoints(words: list[str], tmp_path: Path) -> None:
     """In one, it would be a damaged one; beside them it would be the newest."""
-    from accel_ft import export
-
     train.main([*words, "--max_steps", "1"])
     checkpoint = tmp_path / "run/checkpoints/step_00000001"
     for output in (checkpoint / "hf", checkpoint / "a/b", checkpoint.with_name("step_00000009")):
@@ -865,8 +837,6 @@ def test_an_export_among_checkpoints(words: list[str], tmp_path: Path) -> None:
 def test_an_export_keeps_the_kind_of_weights(tiny_model: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    from accel_ft import export
-
     model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=4)
     model.bfloat16().save_pretrained(tmp_path / "half")
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "half")
@@ -878,8 +848,6 @@ def test_an_export_keeps_the_kind_of_weights(tiny_model: Path, tmp_path: Path) -
 
 
 def test_an_export_of_a_model_that_is_not_whole(words: list[str], tmp_path: Path) -> None:
-    from accel_ft import export
-
     train.main([*words, "--max_steps", "1"])
     weights = load_file(tmp_path / "run/model/model.safetensors")
     del weights["classifier.weight"]
@@ -893,8 +861,6 @@ def test_folders_without_a_name(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`--reproduce .` and `--output .` mean the folder one is in."""
-    from accel_ft import export
-
     train.main([*words, "--max_steps", "2"])
     monkeypatch.chdir(tmp_path / "run")
     train.main(["--reproduce", "."])
@@ -909,8 +875,6 @@ def test_a_folder_is_no_model_of_the_hub_from_elsewhere(
     words: list[str], tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its name would do for one where it is not at hand."""
-    from accel_ft import export
-
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny_model, "nets/tiny")
     train.main([*words, "--model_name_or_path", "nets/tiny", "--max_steps", "1"])
@@ -923,8 +887,6 @@ def test_a_folder_is_no_model_of_the_hub_from_elsewhere(
 def test_export_of_a_sharded_classifier(words: list[str], tmp_path: Path) -> None:
     """As large ones lie on the Hub: in several files."""
     from transformers import AutoModelForSequenceClassification
-
-    from accel_ft import export
 
     train.main([*words, "--max_steps", "1"])
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run/model")

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from conftest import ROOT, job_words
+from conftest import ROOT, job_words, run
 from filelock import FileLock
 
 from accel_ft import search, train
@@ -51,9 +51,6 @@ def test_a_rank_holds_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_search(tiny_model: Path, rows_file: Path, odd_file: Path, tmp_path: Path) -> None:
     """Trials run, bad ones are stopped, the study goes on where it was, and ends in a job."""
     pytest.importorskip("optuna")
-    import yaml
-    from conftest import run
-
     words = job_words(tiny_model, rows_file, odd_file, tmp_path / "run")
     settings = dict(zip((w.removeprefix("--") for w in words[::2]), words[1::2], strict=True))
     settings |= {"eval_steps": 3, "save_total_limit": None, "save_steps": 100}
@@ -165,8 +162,6 @@ if "FAILS_AT_ITS_END" in os.environ:
 def search_of_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Search over stand-ins for runs, whose accuracy is their learning rate, and falls."""
     pytest.importorskip("optuna")
-    from accel_ft import search
-
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     (tmp_path / "job.yaml").write_text("seed: 1\n")
     space = tmp_path / "space.yaml"
@@ -695,8 +690,6 @@ def test_a_study_that_is_damaged_or_gone(search_of_stand_ins, tmp_path: Path) ->
 
 def test_a_space_that_cannot_be(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
-    from accel_ft import search
-
     (tmp_path / "job.yaml").write_text("seed: 1\n")
     (tmp_path / "space.yaml").write_text(
         "lr_scheduler_type: [linear, cosin]\nglobal_batch_size: {low: 0, high: 3}\n"

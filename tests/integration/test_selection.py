@@ -472,7 +472,6 @@ def test_the_best_of_before_a_rollback_is_still_there(
 ) -> None:
     """It goes further back than the newest best, to a checkpoint whose own best is older."""
     from accel_ft.engine import loop
-    from accel_ft.engine.run import Run
 
     words += ["--load_best_model_at_end", "--metric_for_best_model", "loss", "--eval_steps", "2"]
     words += ["--save_steps", "2", "--save_total_limit", "2", "--on_nonfinite", "rollback"]

@@ -301,8 +301,6 @@ def test_what_is_drawn_is_trained_and_saved(kind: str, targets: object, tmp_path
     """Heads come in many shapes; nothing of them may be frozen at random, or drawn again."""
     from transformers import AutoModel
 
-    from accel_ft.model import adapters
-
     torch.manual_seed(0)
     AutoModel.from_config(architectures()[kind]).save_pretrained(tmp_path)
     config = load.load_model_config(str(tmp_path), num_labels=3)

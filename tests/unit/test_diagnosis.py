@@ -378,8 +378,6 @@ class Job:
         torch.save(state | {"epoch": self.epoch, "batch": self.batch}, folder / "state.pt")
 
     def load(self, folder: Path) -> None:
-        import random
-
         state = torch.load(folder / "state.pt", weights_only=False)
         for name, part in self.parts.items():
             if name in state:
@@ -1029,7 +1027,6 @@ def test_the_worst_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_job_with_a_rare_label_is_examined(tmp_path: Path) -> None:
     """In the few rows that the doctor takes it may be missing."""
-    from accel_ft.config import TrainConfig
     from accel_ft.diagnosis.job import _limit_seconds, _probe
 
     job = TrainConfig(model_name_or_path="m", dataset_name="d", class_weights="balanced")
@@ -1045,9 +1042,6 @@ def test_a_job_with_a_rare_label_is_examined(tmp_path: Path) -> None:
 
 def test_the_doctors_own_rows_have_labels_of_their_own(tmp_path: Path) -> None:
     """What best means by a label of the job's would be a fault on them."""
-    from types import SimpleNamespace
-
-    from accel_ft.config import TrainConfig
     from accel_ft.diagnosis import job
 
     watch = SimpleNamespace(rank=0, first=lambda _: contextlib.nullcontext())

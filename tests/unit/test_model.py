@@ -272,8 +272,6 @@ def test_a_tokenizer_of_sentencepiece(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_weights_that_are_not_those_of_the_layers(tiny_model: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     weights = load_file(tiny_model / "model.safetensors")
     config = (tiny_model / "config.json").read_text()
     names = {label_id: f"label {label_id}" for label_id in range(2)}
@@ -346,8 +344,6 @@ def test_a_classifier_gets_a_new_head_for_other_labels(tiny_model: Path, tmp_pat
 
 
 def test_inference_wants_every_weight(tiny_model: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     classifier(tiny_model, 3).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     weights.pop("classifier.bias")
@@ -640,7 +636,6 @@ def test_a_card_names_the_hub_only_for_what_is_there(
 def test_the_card_of_the_job_with_no_key_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from accel_ft.config import TrainConfig
     from accel_ft.train import _write_card_and_report
 
     (tmp_path / "model").mkdir()

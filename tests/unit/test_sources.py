@@ -163,7 +163,6 @@ def test_rows_after_a_broken_one_are_read_too(tmp_path: Path) -> None:
 
 
 def test_faults_of_two_files_come_together(tmp_path: Path, tiny_model: Path) -> None:
-    from accel_ft.config import TrainConfig
     from accel_ft.data.splits import load_splits
     from accel_ft.model.load import load_tokenizer
 
