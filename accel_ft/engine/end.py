@@ -38,7 +38,10 @@ def finish(run: Run) -> None:
         logger.info("the model is that of update %d", model_step)
     from accel_ft.metrics import best_thresholds, score
 
-    logits, names = _predict_validation(run, model_step), run.splits.label_names
+    logits, names = run.logits, run.splits.label_names
+    if logits is None or run.evaluated_step != model_step:
+        run.watch.stage("eval", can_save=True)
+        logits = predict_split(run.accelerator, run.model, run.validation_loader, run.check_stop)
     labels = run.splits.validation.labels(np.arange(len(logits), dtype=np.int64))
     lost = len(logits) - int(np.isfinite(logits).all(axis=1).sum())
     if lost:
@@ -64,15 +67,6 @@ def finish(run: Run) -> None:
         **{f"eval_{key}": value for key, value in scores.items()},
         peak_memory=max(run.watch.all_gather(peak_memory(run.accelerator.device))),
     )
-
-
-def _predict_validation(run: Run, model_step: int) -> NDArray[np.float32]:
-    """Return the final model's logits of the validation rows, [n, C]. Collective."""
-    if run.logits is not None and run.evaluated_step == model_step:
-        return run.logits
-    run.watch.stage("eval", can_save=True)
-    num_samples, loader = len(run.splits.validation), run.validation_loader
-    return predict_split(run.accelerator, run.model, loader, num_samples, run.check_stop)
 
 
 def _leave_predictions(run: Run, logits: NDArray[np.float32], model_step: int) -> None:

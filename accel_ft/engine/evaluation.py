@@ -41,7 +41,6 @@ def predict_split(
     accelerator: Accelerator,
     model: nn.Module,
     loader: Any,
-    num_samples: int,
     before_batch: Callable[[], None] = lambda: None,
 ) -> NDArray[np.float32]:
     """Return the logits of all samples by place, float32 [n, C], the same on every rank.
@@ -79,8 +78,9 @@ def predict_split(
     all_places = gathered(places)
     order = np.argsort(all_places, kind="stable")
     order = order[all_places[order] >= 0]  # filling has the place -1
-    if not np.array_equal(all_places[order], np.arange(num_samples)):
-        raise RuntimeError(f"evaluation of {num_samples} samples returned {len(order)} predictions")
+    wanted = len(loader.dataset.split)
+    if not np.array_equal(all_places[order], np.arange(wanted)):
+        raise RuntimeError(f"evaluation of {wanted} samples returned {len(order)} predictions")
     ledger: NDArray[np.float32] = gathered(logits)[order]
     return ledger
 
@@ -101,7 +101,7 @@ def evaluate_split(
         tunes: of several labels, with thresholds that are tuned on these rows.
     """
     split: Split = loader.dataset.split
-    logits = predict_split(accelerator, model, loader, len(split), before_batch)
+    logits = predict_split(accelerator, model, loader, before_batch)
     from accel_ft.metrics import best_thresholds, score  # `import evaluate` is slow to come
 
     sick = int((~np.isfinite(logits).all(axis=1)).sum())

@@ -16,7 +16,6 @@ from conftest import LATEST, WORDS, cut_off, events_of, run_hash, stopped_at
 from accel_ft import load_classifier, train
 from accel_ft.config import TrainConfig
 from accel_ft.data.splits import load_splits
-from accel_ft.engine import end
 from accel_ft.engine.run import Run
 from accel_ft.errors import CheckpointError, ConfigError, Preempted, UserError
 from accel_ft.model import load
@@ -288,14 +287,14 @@ def test_rows_without_numbers_are_counted(
     words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of them is no sick model: its row is to be looked at."""
-    predict = end._predict_validation
+    measure = Run.measure
 
     def one_is_sick(*args: Any) -> Any:
-        logits = predict(*args)
+        scores, logits = measure(*args)
         logits[3, 1] = np.inf
-        return logits
+        return scores, logits
 
-    monkeypatch.setattr(end, "_predict_validation", one_is_sick)
+    monkeypatch.setattr(Run, "measure", one_is_sick)
     with pytest.raises(UserError, match=r"infinite logits\) for 1 of 21 validation rows; no model"):
         train.main([*words, "--max_steps", "1"])
 

@@ -831,12 +831,17 @@ def test_logits_that_the_next_batch_overwrites(monkeypatch: pytest.MonkeyPatch) 
     )
 
     class Loader(list[dict[str, torch.Tensor]]):
+        dataset = SimpleNamespace(split=range(6))
+
         def end(self) -> None:
             """As accelerate's has."""
 
     loader = Loader({"places": torch.tensor([start, start + 1])} for start in (0, 2, 4))
-    logits = evaluation.predict_split(accelerator, nn.Identity(), loader, 6)
+    logits = evaluation.predict_split(accelerator, nn.Identity(), loader)
     assert logits[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
+    loader.dataset.split = range(7)
+    with pytest.raises(RuntimeError, match="evaluation of 7 samples returned 6 predictions"):
+        evaluation.predict_split(accelerator, nn.Identity(), loader)
 
 
 def test_masked_attention_is_not_left_to_cudnn() -> None:
