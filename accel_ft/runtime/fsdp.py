@@ -9,7 +9,6 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDictType
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -121,17 +120,3 @@ def strategy_of(model: nn.Module) -> str:
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     whole = sum(not isinstance(parameter, DTensor) for parameter in trainable)
     return "FSDP" if whole == 0 else f"FSDP with {whole} parameters whole on each rank"
-
-
-def unwrapped_layers(accelerator: Accelerator, model: nn.Module) -> list[str]:
-    """Return the layers that the wrap policy names and FSDP2 did not wrap one by one."""
-    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
-    policy = getattr(getattr(plugin, "auto_wrap_policy", None), "func", None)
-    if policy is not transformer_auto_wrap_policy or plugin.fsdp_version != 2:
-        return []
-    layers = set(plugin.transformer_cls_names_to_wrap)
-    return [
-        name
-        for name, module in model.named_modules()
-        if not isinstance(module, FSDPModule) and type(module).__name__ in layers
-    ]

@@ -20,7 +20,7 @@ from accelerate.utils import (
 )
 from torch import nn
 
-from accel_ft.errors import LaunchError, in_one_line, listed
+from accel_ft.errors import LaunchError, in_one_line
 from accel_ft.runtime import fsdp
 from accel_ft.runtime.compiled import configure, is_compiled, start_compile_workers
 from accel_ft.runtime.gloo import give_groups_one_worker
@@ -203,13 +203,11 @@ def check_granted(accelerator: Accelerator, model: nn.Module) -> None:
         for module in model.modules()
     )
     asked_cpu = on_cpu if request.use_cpu is None else request.use_cpu
-    unwrapped = fsdp.unwrapped_layers(accelerator, model)
     compared: list[tuple[str, Any, Any]] = [
         ("strategy", strategy, fsdp.strategy_of(model)),
         (MIXED_PRECISION, request.mixed_precision, accelerator.mixed_precision),
         ("compile", is_compiled(), compiled),
         ("use_cpu", asked_cpu, on_cpu),
-        ("layers left unwrapped", "none", listed(unwrapped, 5) or "none"),
     ]
     differences = [
         f"{key}: {asked} asked, {found} found" for key, asked, found in compared if found != asked
