@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from unittest import mock
 
-from huggingface_hub import constants
+from huggingface_hub import constants, get_session
 
 from accel_ft.errors import ConfigError, first_line, in_one_line
 
@@ -73,7 +73,6 @@ def _told(error: Exception) -> str:
 def _offline() -> Iterator[None]:
     """Have the Hub's libraries take what is in their cache, without asking."""
     import datasets
-    from huggingface_hub import constants
 
     with (
         mock.patch.object(constants, "HF_HUB_OFFLINE", True),
@@ -85,16 +84,13 @@ def _offline() -> Iterator[None]:
 @cache
 def hub_reachable() -> bool:
     """Return whether the Hub answers; asked once, until something could not be had."""
-    import huggingface_hub
-    from huggingface_hub import constants
-
     if constants.HF_HUB_OFFLINE:
         return False
     answers = []
 
     def probe() -> None:
         try:  # any answer will do, also one that refuses
-            session = huggingface_hub.get_session()
+            session = get_session()
             answers.append(session.head(constants.ENDPOINT, timeout=PROBE_SECONDS))
         except Exception as error:
             logger.debug("the Hub did not answer: %s", error)
