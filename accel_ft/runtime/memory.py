@@ -73,17 +73,12 @@ def malloc_in_use() -> str:
     return " ".join([name, *(os.environ[each] for each in CHOICES if os.environ.get(each))])
 
 
-def keep_freed_memory() -> bool:
-    """Set glibc's malloc to hold on to freed memory, and to grow in large steps; the peak stays.
-
-    Returns:
-        Whether there is a glibc to set.
-    """
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    library, never = ctypes.CDLL(None), -1
-    settings = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, never), (_TOP_PAD, TOP_PAD))
-    return all(library.mallopt(parameter, value) == 1 for parameter, value in settings)
+def keep_freed_memory() -> None:
+    """Set glibc's malloc to hold on to freed memory, and to grow in large steps; the peak stays."""
+    if platform.libc_ver()[0] == "glibc":
+        library, never = ctypes.CDLL(None), -1
+        for setting in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, never), (_TOP_PAD, TOP_PAD)):
+            library.mallopt(*setting)
 
 
 def peak_memory(device: "torch.device") -> int:
