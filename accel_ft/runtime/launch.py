@@ -96,6 +96,8 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
             "start all machines, with the same --main_process_ip and --main_process_port; "
             "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME=the network interface that joins them"
         ) from error
+    # Of each save of T5's kind, whose embeddings are one tensor, it says that this should be well.
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     # With a mask, its backward pass gives NaN on Hopper GPUs (PyTorch's issue 196678): torch then
     # takes its flash or memory-efficient one.
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -59,10 +59,6 @@ class _Collector(logging.Handler):
 warned: list[str] = []  # since `setup_logging`
 
 
-def _is_needed(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith("Removed shared tensor")
-
-
 def setup_logging(is_main: bool) -> None:
     """Show accel_ft's messages, of rank 0 alone; quiet the libraries."""
     logger, ours = logging.getLogger("accel_ft"), (_TqdmHandler, _Collector)
@@ -71,8 +67,6 @@ def setup_logging(is_main: bool) -> None:
     warned.clear()
     logger.setLevel(logging.INFO if is_main else logging.ERROR)
     logger.propagate = False
-    # Of each save of T5's kind, whose embeddings are one tensor, it says that this should be well.
-    logging.getLogger("accelerate.utils.other").addFilter(_is_needed)
     import transformers
 
     transformers.utils.logging.set_verbosity_error()

@@ -45,7 +45,7 @@ from accel_ft.errors import (
     run_command,
 )
 from accel_ft.model import load
-from accel_ft.runtime import files
+from accel_ft.runtime import files, launch
 from accel_ft.runtime import watch as watch_module
 from accel_ft.runtime.logging import EventLog, progress_bar, setup_logging
 from accel_ft.runtime.watch import Watch
@@ -1149,10 +1149,9 @@ def test_warnings_are_in_the_receipt_and_the_report(words: list[str], tmp_path: 
 
 def test_a_warning_of_shared_tensors_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     """accelerate has it at each save of T5's kind."""
-    setup_logging(True)
-    for words in ("Removed shared tensor {'a'} while saving.", "Another."):
-        logging.getLogger("accelerate.utils.other").warning(words)
-    assert caplog.messages == ["Another."]
+    launch.make_accelerator()
+    logging.getLogger("accelerate.utils.other").warning("Removed shared tensor {'a'}")
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("saved_at", [3, 4, 5])
