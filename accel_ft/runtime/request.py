@@ -75,7 +75,8 @@ def read_request() -> Request:
             ENVIRONMENT, int(world_size) if world_size else None, asked_cpu, kind, precision
         )
     words, folder = launcher
-    args = launch_command_parser().parse_args(words)
+    parser = launch_command_parser()
+    args = parser.parse_args(words)
     has_default = os.path.isfile(default_config_file) and not args.cpu  # as the launcher takes it
     file = args.config_file or (default_config_file if has_default else None)
     path = Path(folder, Path(file).expanduser()) if file else None
@@ -84,7 +85,7 @@ def read_request() -> Request:
     kind = words_say or (str(yaml.distributed_type.value) if yaml else "NO")
     asked_precision = args.mixed_precision or (yaml and yaml.mixed_precision)
     if kind in KINDS and asked_precision != "fp8":  # others are refused as a whole
-        _refuse_unheard_options(args, kind)
+        _refuse_unheard_options(parser, args, kind)
         if yaml:
             _refuse_unheard_keys(str(file), yaml, kind, args)
     processes = args.num_processes or (yaml and yaml.num_processes)
@@ -108,7 +109,7 @@ def read_request() -> Request:
     )
 
 
-def _refuse_unheard_options(args: Any, kind: str) -> None:
+def _refuse_unheard_options(parser: Any, args: Any, kind: str) -> None:
     """Stop where the launcher's command line has options of a strategy that is not the job's.
 
     Raises:
@@ -119,7 +120,6 @@ def _refuse_unheard_options(args: Any, kind: str) -> None:
             raise LaunchError(
                 f"accelerate launch --{option}: accel_ft does not train under it. Fix: leave it out"
             )
-    parser = launch_command_parser()
     usual = vars(parser.parse_args(["script"]))
     for group in parser._action_groups:
         strategy = str(group.title).removesuffix(" Arguments")
@@ -142,7 +142,6 @@ def _refuse_unheard_keys(file: str, yaml: Any, kind: str, args: Any) -> None:
     Raises:
         LaunchError: naming it.
     """
-    options = vars(launch_command_parser().parse_args(["script"]))
     usual = {field.name: field.default for field in fields(yaml)}
     for key, value in vars(yaml).items():
         is_said = getattr(args, key, None) == value
@@ -163,8 +162,8 @@ def _refuse_unheard_keys(file: str, yaml: Any, kind: str, args: Any) -> None:
         prefix = key.removesuffix("config")
         for each in value:
             name = each if each.startswith(prefix) else prefix + each
-            if name not in options:
-                raise LaunchError(f"{file}: {key} has no {each}.{nearest(name, options)}")
+            if not hasattr(args, name):
+                raise LaunchError(f"{file}: {key} has no {each}.{nearest(name, vars(args))}")
 
 
 def own_launcher() -> int | None:
