@@ -55,34 +55,30 @@ def softmax(logits: NDArray[Any]) -> NDArray[np.float64]:
     return np.asarray(shifted / shifted.sum(axis=1, keepdims=True))
 
 
-def log_odds(logits: NDArray[Any]) -> Callable[[int], NDArray[np.float64]]:
-    """Return the function that gives the logarithm of p / (1 - p) of a label's probabilities p,
-    float64 [n], from logits [n, C]; to rounding, also where p would be 1.
+@np.errstate(invalid="ignore")  # of rows that are not finite
+def best_and_others(logits: NDArray[Any]) -> NDArray[np.float64]:
+    """Return what `log_odds` needs of rows of logits [n, C], float64 [n, 3]: the highest, and of
+    the powers of the others' distances to it the sum and its logarithm.
     """
+    values = logits.astype(np.float64)
+    best = values.argmax(axis=1)[:, None]
+    top = np.take_along_axis(values, best, axis=1)
+    values -= top
+    np.put_along_axis(values, best, -np.inf, axis=1)  # the others are left
+    log_sum = np.logaddexp.reduce(values, axis=1, keepdims=True)
+    return np.hstack([top, np.exp(values).sum(axis=1, keepdims=True), log_sum])
 
-    @np.errstate(invalid="ignore")  # of rows that are not finite
-    def summed(logits: NDArray[Any]) -> NDArray[np.float64]:
-        values = logits.astype(np.float64)
-        best = values.argmax(axis=1)[:, None]
-        top = np.take_along_axis(values, best, axis=1)
-        values -= top
-        np.put_along_axis(values, best, -np.inf, axis=1)  # the others are left
-        log_sum = np.logaddexp.reduce(values, axis=1, keepdims=True)
-        return np.hstack([top, np.exp(values).sum(axis=1, keepdims=True), log_sum])
 
-    top, others, log_others = by_blocks(summed, logits).T
-
-    @np.errstate(invalid="ignore")
-    def of_label(label: int) -> NDArray[np.float64]:
-        values = logits[:, label] - top
-        is_best = values == 0
-        powers = np.where(is_best, 0, np.exp(values))
-        odds: NDArray[np.float64] = np.where(
-            is_best, -log_others, values - np.log1p(others - powers)
-        )
-        return odds
-
-    return of_label
+@np.errstate(invalid="ignore", divide="ignore")
+def log_odds(
+    logits: NDArray[Any], top: NDArray[Any], others: NDArray[Any], log_others: NDArray[Any]
+) -> NDArray[np.float64]:
+    """Return the logarithm of p / (1 - p) of one label's probabilities p, float64 [n], from its
+    logits and `best_and_others`, all [n]; to rounding, also where p would be 1.
+    """
+    values = logits - top
+    beside = values - np.log1p(others - np.exp(values))
+    return np.where(values == 0, -log_others, beside)
 
 
 def cross_entropy(logits: NDArray[Any], labels: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -149,13 +145,13 @@ def roc_auc(logits: NDArray[Any], labels: NDArray[Any]) -> float:
 
     Args: as of `score`.
     """
-    odds = log_odds(logits) if labels.ndim == 1 else lambda label: logits[:, label]
+    rest = by_blocks(best_and_others, logits).T if labels.ndim == 1 else None
     areas = []
     for label in range(logits.shape[1]):
         has = labels == label if labels.ndim == 1 else labels[:, label] > 0.5
         count = int(has.sum())
         if 0 < count < len(has):
-            chances = odds(label)
+            chances = logits[:, label] if rest is None else log_odds(logits[:, label], *rest)
             ranked, own = np.sort(chances), chances[has]
             twice = ranked.searchsorted(own) + ranked.searchsorted(own, "right")  # ties are halves
             areas.append((twice.mean() - count) / 2 / (len(has) - count))

@@ -17,6 +17,7 @@ from accel_ft.engine.build import _resolve_batch
 from accel_ft.engine.step import weighted_loss
 from accel_ft.metrics import (
     Classification,
+    best_and_others,
     confusion_matrix,
     cross_entropy,
     log_odds,
@@ -160,8 +161,8 @@ def test_log_odds_are_exact_also_where_logits_are_almost_equal_or_far_apart(scal
             [float((row[label] / sum(row[:label] + row[label + 1 :])).ln()) for label in range(4)]
             for row in powers
         ]
-    odds = log_odds(logits)
-    found = np.stack([odds(label) for label in range(4)], axis=1)
+    rest = best_and_others(logits).T
+    found = np.stack([log_odds(logits[:, label], *rest) for label in range(4)], axis=1)
     assert found == pytest.approx(np.array(exact), rel=1e-14, abs=1e-15)
 
 
