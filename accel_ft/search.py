@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # it would print a failed trial's traceback
     settings, space = read_settings(config.job, "job"), read_settings(config.space, "space")
-    job = checked(TrainConfig, settings, origin=dict.fromkeys(settings, f" ({config.job})"))
+    job = checked(TrainConfig, settings, origin=dict.fromkeys(settings, str(config.job)))
     if job.resume_from_checkpoint not in (None, "latest"):
         resumed = f"resume_from_checkpoint={job.resume_from_checkpoint} ({config.job})"
         raise ConfigError(f"{resumed}: trials begin anew. Fix: leave it out")

@@ -97,6 +97,7 @@ GROUPS = {  # of --help, by the key that each begins with
     "json": "findings",
 }
 NO_FILE = "there is no such file"
+OF_RUN = "from the run's config.yaml"
 C = TypeVar("C", bound=Config)
 
 
@@ -130,7 +131,7 @@ def parse(
     origin: dict[str, str] = {}
     for config_file in config_files:
         for key, value, line in _read_yaml(Path(os.path.expanduser(config_file))):
-            values[key], origin[key] = value, f" ({config_file}, line {line})"
+            values[key], origin[key] = value, f"{config_file}, line {line}"
     for key, value in given.items():
         values[key], origin[key] = _from_text(key, config_class.model_fields[key], value), ""
     for word in unknown:
@@ -188,7 +189,8 @@ def checked(
     taken = {
         key: value for key, value in (base or {}).items() if key in fields and key not in values
     }
-    values, origin = taken | values, dict.fromkeys(taken, " (of the run)") | origin
+    origin = dict.fromkeys(taken.keys() - {"output_dir"}, OF_RUN) | origin
+    values = taken | values
     try:
         config = config_class.model_validate(values)
     except ValidationError as error:
@@ -197,7 +199,7 @@ def checked(
             if key in faulty:
                 continue
             faulty.add(key)
-            where = origin.get(key, "")
+            where = f" ({origin[key]})" if origin.get(key) else ""
             allowed = type_name(fields[key].annotation) if key in fields else ""
             if item["type"] == "extra_forbidden":
                 listed.append(f"{key}{where}: unknown key.{meant(key, fields)}")
@@ -214,11 +216,11 @@ def checked(
         config = config_class.model_validate(required | sound)
     for keys, message in config.rules():
         if not faulty & set(keys):
-            told = [key for key in keys if taken.get(key) is not None and key != "output_dir"]
-            where = f" ({', '.join(told)}: from the run's config.yaml)" if told else ""
-            if told and "no such file" in message:
-                where += ". Fix: the folder that the run was started in, or another path"
-            listed.append(message + where)
+            told = {key: origin.get(key) for key in keys if values.get(key) is not None}
+            where = "; ".join(f"{key}: {place}" for key, place in told.items() if place)
+            fix = ". Fix: the folder that the run was started in, or another path"
+            is_lost = NO_FILE in message and OF_RUN in told.values()
+            listed.append(message + f" ({where})" * bool(where) + fix * is_lost)
     if listed:
         many = f"{len(listed)} faults in the configuration:\n  " if len(listed) > 1 else ""
         raise ConfigError(many + "\n  ".join(listed))

@@ -139,7 +139,9 @@ def test_all_faults_at_once_with_their_places(tmp_path: Path) -> None:
     assert "--zz: unknown key. --help names the keys" in fault("--zz", "1")
     assert f"num_train_epochs=lots ({file}, line 2)" in message
     assert f"logging_steps ({file}, line 3): true given. Allowed: INT" in message
-    assert "train_file=no/rows.csv: there is no such file" in message
+    lost = "train_file=no/rows.csv: there is no such file."
+    assert f"{lost} (train_file: {file}, line 4)" in message
+    assert "run was started in" not in message
     assert "seed: no value given. Allowed: INT" in message
     assert "weight_decay=-1: must be greater than or equal to 0\n" in message
     assert "max_steps=0: must be greater than or equal to 1" in message
@@ -313,6 +315,18 @@ def test_what_is_reproduced_needs_a_name() -> None:
     with pytest.raises(ConfigError, match="reproduce: no value given"):
         parse(TrainConfig, ["--reproduce"], "train", settings_to_reproduce)
     assert settings_to_reproduce({"reproduce": 2024}) == {}
+
+
+def test_the_folder_of_a_reproduction_is_not_from_the_run(tmp_path: Path) -> None:
+    for folder in ("run", "run_again"):
+        (tmp_path / folder).touch()
+    base = {"output_dir": tmp_path / "run_again", "test_file": tmp_path / "run"}
+    with pytest.raises(ConfigError) as caught:
+        parse(TrainConfig, [], "train", lambda _: base | {"train_file": None})
+    kind, folder, alone = str(caught.value).splitlines()[1:]
+    assert kind.endswith("parquet (test_file: from the run's config.yaml)")
+    assert folder.endswith("is a file. Fix: another name")
+    assert alone.endswith("or dataset_name (test_file: from the run's config.yaml)")
 
 
 def test_a_run_is_told_by_two_files(tmp_path: Path) -> None:
