@@ -25,7 +25,6 @@ from accel_ft.engine.step import forward, unreached
 from accel_ft.errors import ConfigError, LaunchError, listed, nearest
 from accel_ft.model import load
 from accel_ft.model.embedding import make_sparse, why_unshardable
-from accel_ft.model.first_token import unfuse_qkv
 from accel_ft.model.optim import (
     allocate_state,
     make_optimizer,
@@ -239,8 +238,6 @@ def _build_model(
     is_fsdp = accelerator.distributed_type == DistributedType.FSDP
     if is_fsdp and accelerator.is_fsdp2 and (why := why_unshardable(model)):
         raise LaunchError(f"FSDP2: accelerate cannot shard {type(model).__name__}: {why}. Fix: DDP")
-    if is_fsdp:
-        unfuse_qkv(model)
     fsdp.configure(accelerator, model)
     filler = collate(splits.train, np.empty(0, np.int64), pad)
     on_cpu = accelerator.device.type == "cpu" and not (is_fsdp or is_compiled())

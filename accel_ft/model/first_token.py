@@ -95,15 +95,6 @@ def _first_token(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[A
     return (tokens[:, :1], *others), {**kwargs, "all_tokens": tokens}
 
 
-def unfuse_qkv(model: Any) -> None:
-    """Undo `fused_qkv_attention`: sharded, a model would keep whole, until the backward pass, what
-    it joins.
-    """
-    for module in model.modules():
-        if getattr(vars(module).get("forward"), "func", None) is fused_qkv_attention:
-            del module.forward
-
-
 def first_token_attention(
     self: Any,
     token: torch.Tensor,

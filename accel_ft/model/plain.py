@@ -11,6 +11,7 @@ from accel_ft.config import TrainConfig
 from accel_ft.model import load
 from accel_ft.model.adapters import choose_trained
 from accel_ft.model.first_token import KINDS, compute_first_token_only
+from accel_ft.runtime import fsdp
 from accel_ft.runtime.compiled import compiles_layers, is_compiled
 
 EAGER_TOKENS = 512  # beyond, what eager keeps, the square of them for each head, fills the memory
@@ -48,7 +49,9 @@ def plain_model(
     )
     if device.type == "cpu" and not (is_eager or is_compiled()):
         _attend_by_width(model)
-    compute_first_token_only(model, last_alone=compiles_layers())
+    # Sharded, it would keep whole, until the backward pass, what `fused_qkv_attention` joins.
+    stays_apart = fsdp.is_asked_for() and model.config._attn_implementation == "sdpa"
+    compute_first_token_only(model, last_alone=stays_apart or compiles_layers())
     model.config.max_seq_length = config.max_seq_length  # as predict and evaluate take it
     model.config.text_pairs = config.text_pair_column is not None
     return choose_trained(model, config, new_parameters), new_parameters

@@ -1,5 +1,6 @@
 """FSDP as it is meant: real on the CPU, the model's layers wrapped, float32 gradient sums."""
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_ft.errors import LaunchError
+
+
+def is_asked_for() -> bool:
+    """Return whether the environment asks for FSDP, for which accelerate takes one word alone."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
 
 
 def make_real(accelerator: Accelerator) -> None:

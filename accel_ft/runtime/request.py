@@ -20,6 +20,7 @@ from accelerate.utils import parse_flag_from_env
 
 from accel_ft import errors
 from accel_ft.errors import LaunchError, nearest
+from accel_ft.runtime import fsdp
 from accel_ft.runtime.compiled import compiles_layers, dynamo_settings, is_compiled
 
 YES = ("y", "yes", "t", "true", "on", "1")  # as accelerate reads it
@@ -70,7 +71,7 @@ def read_request() -> Request:
     launcher = find_launcher()
     if launcher is None:
         asked_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or None
-        kind = "FSDP" if _is_true("ACCELERATE_USE_FSDP") else "NO"
+        kind = "FSDP" if fsdp.is_asked_for() else "NO"
         return Request(
             ENVIRONMENT, int(world_size) if world_size else None, asked_cpu, kind, precision
         )
@@ -236,14 +237,14 @@ def refuse_impossible(request: Request, on_cpu: bool) -> None:
         (kind not in KINDS,
          f"distributed_type: {kind}, which accel_ft does not train under. "
          "Allowed: NO, MULTI_GPU, FSDP"),
-        (is_yes("ACCELERATE_USE_FSDP") and not _is_true("ACCELERATE_USE_FSDP"),
+        (is_yes("ACCELERATE_USE_FSDP") and not fsdp.is_asked_for(),
          "FSDP, for which accelerate takes the word true alone. Fix: ACCELERATE_USE_FSDP=true"),
         (kind == "FSDP" and request.source == ENVIRONMENT and "RANK" not in os.environ,
          "FSDP, but no launcher started this process. Fix: accelerate launch, or torchrun"),
-        (kind == "FSDP" and not _is_true("ACCELERATE_USE_FSDP"),
+        (kind == "FSDP" and not fsdp.is_asked_for(),
          "FSDP, which the launcher did not pass on, as it does under --cpu. Fix: leave that out; "
          "use_cpu: true in the YAML"),
-        (kind != "FSDP" and _is_true("ACCELERATE_USE_FSDP"),
+        (kind != "FSDP" and fsdp.is_asked_for(),
          f"distributed_type: {kind}, and ACCELERATE_USE_FSDP in the environment for FSDP. Fix: "
          "one of the two"),
         (kind == "FSDP" and version not in ("1", "2"),
@@ -320,8 +321,3 @@ def refuse_impossible(request: Request, on_cpu: bool) -> None:
 def world_size() -> int:
     """How many ranks the environment says there are."""
     return int(os.environ.get("WORLD_SIZE") or 1)
-
-
-def _is_true(variable: str) -> bool:
-    """Whether accelerate takes a strategy's variable of the environment for a yes."""
-    return os.environ.get(variable, "").lower() == "true"

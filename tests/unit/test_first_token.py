@@ -18,7 +18,7 @@ from transformers import (
 
 from accel_ft.checkpoint.open import open_classifier
 from accel_ft.config import TrainConfig
-from accel_ft.model.first_token import KINDS, compute_first_token_only, unfuse_qkv
+from accel_ft.model.first_token import KINDS, compute_first_token_only
 from accel_ft.model.load import load_tokenizer
 from accel_ft.model.plain import plain_model
 
@@ -96,15 +96,22 @@ def test_it_compiles_in_one_piece(kind: str, path: str, last_alone: bool) -> Non
 
 
 def test_a_job_compiled_layer_by_layer(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where it is compiled so are its layers left as they are."""
+    """Only where it is compiled so, or sharded, are its layers left as they are; not on a CPU."""
     config = TrainConfig(model_name_or_path=str(tiny_model))
-    tokenizer, kept = load_tokenizer(str(tiny_model)), []
-    for key in (None, "BACKEND", "USE_REGIONAL_COMPILATION"):
-        if key:
-            monkeypatch.setenv(f"ACCELERATE_DYNAMO_{key}", "true" if "USE" in key else "INDUCTOR")
-        model, _ = plain_model(config, torch.device("cuda"), ["a", "b"], tokenizer)
+    tokenizer = load_tokenizer(str(tiny_model))
+
+    def is_kept(device: str = "cuda") -> bool:
+        model, _ = plain_model(config, torch.device(device), ["a", "b"], tokenizer)
         others = model.bert.encoder.layer[:-1]
-        kept.append(all("forward" not in vars(part) for part in others.modules()))
+        return all("forward" not in vars(part) for part in others.modules())
+
+    with monkeypatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_FSDP", "true")
+        assert (is_kept("cuda"), is_kept("cpu")) == (True, False)
+    kept = [is_kept()]
+    for key in ("BACKEND", "USE_REGIONAL_COMPILATION"):
+        monkeypatch.setenv(f"ACCELERATE_DYNAMO_{key}", "true" if "USE" in key else "INDUCTOR")
+        kept.append(is_kept())
     assert kept == [False, False, True]
 
 
@@ -297,11 +304,6 @@ def test_query_key_and_value_are_one_product() -> None:
         model(**inputs(True))
     count = {event.key: event.count for event in record.key_averages()}
     assert count["aten::linear"] == 1 + 3 + 1 + 3 + 2  # and pooler and classifier
-    unfuse_qkv(model)
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as record:
-        model(**inputs(True))
-    count = {event.key: event.count for event in record.key_averages()}
-    assert count["aten::linear"] == 3 + 3 + 1 + 3 + 2
 
 
 @pytest.mark.parametrize("path", ["eager", "sdpa"])
