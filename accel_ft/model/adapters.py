@@ -14,6 +14,7 @@ from transformers.utils import logging
 from accel_ft.config import TrainConfig
 from accel_ft.errors import CheckpointError, ConfigError, in_one_line, listed, nearest, require
 from accel_ft.model import load
+from accel_ft.runtime.guest import without_bars
 
 ADAPTER_CONFIG = "adapter_config.json"
 READ_KEYS = (
@@ -198,12 +199,9 @@ def merged(
                 f"base_model_name_or_path={name}: the adapters were trained on another one: "
                 f"{part} was {known[:12]}..., is {now[:12]}..."
             )
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # it would say that the head, which is put in below, is random
-    try:
+    with without_bars():
+        logging.set_verbosity_error()  # it would call the head random, which is put in below
         base, new_parameters = load.load_for_training(folder, model_config, None)
-    finally:
-        logging.set_verbosity(verbosity)
     settings = {key: adapters[key] for key in READ_KEYS if key in adapters}
     model = _with_adapters(base, ADAPTER_CONFIG, **settings)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}

@@ -43,7 +43,7 @@ def as_a_guest() -> Iterator[None]:
     visible = {name: value for name, value in os.environ.items() if name == GPUS}
     gradients, ours = GradientState(), getLogger("accel_ft")
     steps, steps_now = dict(gradients.plugin_kwargs), gradients.sync_gradients
-    verbosity, longest = logging.get_verbosity(), csv.field_size_limit()
+    longest = csv.field_size_limit()
     handlers, level, propagate = ours.handlers, ours.level, ours.propagate
     try:
         with own_random_numbers(), without_bars():
@@ -52,7 +52,6 @@ def as_a_guest() -> Iterator[None]:
         gradients.plugin_kwargs = steps or gradients.plugin_kwargs
         gradients._set_sync_gradients(steps_now)
         csv.field_size_limit(longest)
-        logging.set_verbosity(verbosity)
         ours.handlers, ours.propagate = handlers, propagate
         ours.setLevel(level)
         torch.backends.cuda.enable_cudnn_sdp(sdp)
@@ -64,12 +63,13 @@ def as_a_guest() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
-    """Load models without transformers' progress bars, and as one that can be trained."""
-    bars = logging.is_progress_bar_enabled()
+    """Load models without transformers' bars, to be trained too; put back how much it tells."""
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     try:
         with torch.inference_mode(False):  # which has gradients on, too
             yield
     finally:
+        logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()

@@ -297,9 +297,12 @@ KINDS = [
 
 @pytest.mark.parametrize("targets", [(), "first"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_drawn_is_trained_and_saved(kind: str, targets: object, tmp_path: Path) -> None:
+def test_what_is_drawn_is_trained_and_saved(
+    kind: str, targets: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Heads come in many shapes; nothing of them may be frozen at random, or drawn again."""
     from transformers import AutoModel
+    from transformers.utils import logging
 
     torch.manual_seed(0)
     AutoModel.from_config(architectures()[kind]).save_pretrained(tmp_path)
@@ -331,9 +334,14 @@ def test_what_is_drawn_is_trained_and_saved(kind: str, targets: object, tmp_path
     inputs = {"input_ids": ids, "attention_mask": (ids > 0).long()}
     expected = model(**inputs).logits
     weights = dict(model.state_dict())
+    shown, loading = [logging.get_verbosity()], load.load_for_training
+    monkeypatch.setattr(
+        load, "load_for_training", lambda *a: shown.append(logging.get_verbosity()) or loading(*a)
+    )
     torch.manual_seed(1)  # what is drawn now must not matter
     again = adapters.merged(config, adapters.peft_config(model).to_dict(), weights).eval()
     torch.testing.assert_close(again(**inputs).logits, expected, rtol=1e-4, atol=1e-5)
+    assert [*shown, logging.get_verbosity()] == [shown[0], logging.ERROR, shown[0]]  # of the head
     if kind != "gpt2":
         name = next(name for name in weights if "lora_" in name)
         with pytest.raises(CheckpointError, match="adapters are not those of"):
