@@ -45,6 +45,7 @@ def write_onnx(model: Any, tokenizer: Any, folder: Path) -> float:
         UserError: the difference is too large, or this kind of model cannot be written, or run.
     """
     import onnxruntime
+    from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
     names = [name for name in INPUTS if name in tokenizer.model_input_names]
     wrapped, rows = _Logits(model, names).eval(), torch.export.Dim("batch")
@@ -63,7 +64,7 @@ def write_onnx(model: Any, tokenizer: Any, folder: Path) -> float:
                 verbose=False,
             )
             assert program is not None
-            _forget_stacks(program.model)
+            ClearMetadataAndDocStringPass()(program.model)  # which line of which file here made it
             is_large = sum(p.nbytes for p in model.parameters()) > LARGEST
             program.save(folder / FILE, external_data=is_large)
         except Exception as error:  # of the exporter, which does not know all that models do
@@ -91,13 +92,6 @@ def write_onnx(model: Any, tokenizer: Any, folder: Path) -> float:
     if not worst <= TOLERANCE * max(scale, 1.0):
         raise UserError(f"{FILE}: its logits differ by {worst:.1e} from the model's")
     return worst
-
-
-def _forget_stacks(model: Any) -> None:
-    """Take out of each node which line of which file of this machine it comes from."""
-    for part in (model.graph, *model.functions.values()):
-        for node in part.all_nodes():
-            node.metadata_props.clear()
 
 
 def _encoded(tokenizer: Any, texts: list[str], names: list[str]) -> dict[str, torch.Tensor]:
