@@ -256,9 +256,8 @@ def _places(batch: Batch) -> list[int]:
 
 def _has_room(run: Run) -> bool:
     """Whether every rank can hold the whole model, gradients and moments once more."""
-    device = run.accelerator.device
-    held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    return bool(min(gather(device_bytes(device) - held)) > 5 * 4 * run.num_parameters)
+    free = min(gather(device_bytes(run.accelerator.device)))
+    return bool(free > 5 * 4 * run.num_parameters)
 
 
 def _on_a_plain_model(run: Run, config: TrainConfig, capacity: int) -> Iterator[Finding]:

@@ -78,9 +78,7 @@ def fit_micro_batch(
     Raises:
         ConfigError: not one fits.
     """
-    device = accelerator.device
-    held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0  # by the program
-    capacity = min(watch.all_gather(device_bytes(device) - held))  # without the model's share
+    capacity = min(watch.all_gather(device_bytes(accelerator.device)))  # before the model has some
     model, _ = plain_model(config, accelerator.device, splits.label_names, tokenizer)
     whole = sum(parameter.nbytes for parameter in model.parameters())
     if capacity < 2 * whole:

@@ -129,9 +129,10 @@ def need(model: nn.Module, loss: Callable[[int], torch.Tensor], rows: int) -> Ne
 
 
 def device_bytes(device: torch.device) -> int:
-    """Return what a rank can have of its device now: what nobody else holds; on a CPU its share."""
+    """Return what a rank can still have of its device: what nobody holds; on a CPU its share."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + idle
     free = min(psutil.virtual_memory().available, _container_bytes())
     return free // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 

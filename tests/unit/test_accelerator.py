@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from accel_ft.config import TrainConfig
 from accel_ft.engine import agreement, build, evaluation
 from accel_ft.errors import ConfigError, LaunchError
-from accel_ft.model.memory import _container_bytes
+from accel_ft.model.memory import _container_bytes, device_bytes
 from accel_ft.model.optim import allocate_state
 from accel_ft.runtime import compiled, fsdp, gloo, launch
 from accel_ft.runtime.request import (
@@ -507,6 +507,14 @@ def test_a_container_has_less_than_its_machine(tmp_path: Path) -> None:
     assert _container_bytes(tmp_path) == 700
     (tmp_path / "memory.max").write_text("max\n")
     assert _container_bytes(tmp_path) == sys.maxsize
+
+
+def test_a_gpu_has_what_nobody_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor this process, whose allocator has kept 30 bytes and uses 20 of them."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100, 200))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 20)
+    assert device_bytes(torch.device("cuda")) == 110
 
 
 @pytest.mark.parametrize(
