@@ -54,7 +54,6 @@ from accel_ft.model.memory import device_bytes
 from accel_ft.model.optim import make_optimizer, make_scheduler, scaled_learning_rate
 from accel_ft.model.plain import plain_model
 from accel_ft.runtime import trackers
-from accel_ft.runtime.hub import hub_reachable
 from accel_ft.runtime.launch import make_training_accelerator
 from accel_ft.runtime.logging import progress_bar, read_events
 from accel_ft.runtime.watch import Watch
@@ -171,7 +170,7 @@ def _on_the_job(
     yield machine.devices(accelerator.device, accelerator.mixed_precision)
     yield machine.limits(config.dataloader_num_workers)
     yield machine.clocks()
-    yield machine.hub(hub_reachable)
+    yield machine.hub()
     yield machine.links(accelerator.device)
     yield _keys(config)
     job = _probe(config, folder, watch)

@@ -16,6 +16,7 @@ from torch import distributed as dist
 
 from accel_ft.diagnosis.finding import Finding, Verdict, check, gather, num_ranks
 from accel_ft.errors import listed
+from accel_ft.runtime.hub import hub_reachable
 
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "numpy")
 MIB = 2**20
@@ -186,13 +187,11 @@ def clocks() -> Finding:
 
 
 @check("Hub")
-def hub(reachable: Callable[[], bool]) -> Finding:
+def hub() -> Finding:
     """Say whether the Hub can be reached: a job that needs it, and cannot have it, tells so itself.
-
-    Args:
-        reachable: asks it, within a few seconds, unless HF_HUB_OFFLINE is set.
+    Collective.
     """
-    lost = [number for number, reached in enumerate(gather(reachable())) if not reached]
+    lost = [number for number, reached in enumerate(gather(hub_reachable())) if not reached]
     if not lost:
         return Verdict.PASS("can be reached")
     return Verdict.SKIP(
