@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -218,13 +218,8 @@ def _read_delimited(
     numbered: Iterator[tuple[int, str]], name: str, delimiter: str
 ) -> Iterator[Record]:
     csv.field_size_limit(2**31 - 1)  # its default of 128 KiB refuses long texts
-    header_line = next(numbered, (1, ""))[1]
-    bare = re.sub('"[^"]*("|$)', "", header_line)  # what parts the columns, where they are quoted
-    signs = {";", "\t", "|", ","} & set(bare)
-    if signs and delimiter not in signs:
-        told = f"its one column has {min(signs)!r} in its name: a csv has commas, a tsv tabs"
-        raise DataError(f"{name}: line 1: {told}")
-    texts = chain([header_line], (line for _, line in numbered))
+    start = next(numbered, (1, ""))
+    texts = (line for _, line in chain([start], numbered))
     reader = csv.reader(texts, delimiter=delimiter, strict=True)
     header: list[str] | None = None
     while True:
@@ -237,8 +232,11 @@ def _read_delimited(
         except csv.Error as error:
             fault = f"the row that starts here: {error}; close or double its quotes, or save the "
             fault += "file with other line ends"
-            if header is None:
-                raise DataError(f"{name}: {place}: {fault}") from error
+            quoted = re.match('"[^"]*"([;|,\t])', start[1])  # the header's first column
+            others = quoted.groups() if quoted and quoted[1] != delimiter else ()
+            hint = _other_delimiter(header or others)
+            if header is None or hint:
+                raise DataError(f"{name}: {place}: {hint or fault}") from error
             yield place, fault
             continue
         if not fields:
@@ -247,6 +245,8 @@ def _read_delimited(
             header = fields
             _refuse_twice(name, header)
         elif len(fields) != len(header):
+            if hint := _other_delimiter(header):  # else each row has as many as it has commas
+                raise DataError(f"{name}: {place}: {len(fields)} fields; {hint}")
             yield place, f"{len(fields)} fields, where the header has {len(header)}"
         elif delimiter == "\t" and any(
             "\n" in field and ("\t" in field or len(header) == 1) for field in fields
@@ -258,6 +258,13 @@ def _read_delimited(
             yield place, dict(zip(header, fields, strict=True))
     if header is None:
         raise DataError(f"{name}: is empty")
+
+
+def _other_delimiter(columns: Collection[Any]) -> str:
+    """What to say of a header that is one column, and looks like several; else ""."""
+    signs = {";", "\t", "|", ","} & set(*columns) if len(columns) == 1 else ()
+    told = "in its name: a csv has commas, a tsv tabs"
+    return f"its one column has {min(signs)!r} {told}" if signs else ""
 
 
 def _refuse_twice(name: str, columns: list[str]) -> None:
@@ -422,7 +429,8 @@ def check_columns(where: str, record: dict[str, Any], config: Config) -> None:
         if column is not None and column not in record
     ]
     if faults:
-        raise DataError("\n  ".join(faults))
+        hint = _other_delimiter(record.keys())
+        raise DataError("\n  ".join([*faults, *filter(None, [hint])]))
 
 
 def check_first_rows(config: DataConfig) -> None:
