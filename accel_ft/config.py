@@ -537,6 +537,8 @@ with warnings.catch_warnings():
 
         def rules(self) -> Iterator[Fault]:
             """The findings can be written."""
+            if str(self.json) == "-":
+                yield self._fault("is no file, and findings are printed anyway", "json")
             yield from super().rules()
             yield from self._to_write("json", *self.files.values())
 

@@ -51,7 +51,7 @@ class Classifier:
         """Refuse single texts of a model of pairs; warn of pairs of one of single texts."""
         of_pairs = getattr(self.model.config, "text_pairs", None)  # None: not ours
         if of_pairs and not are_pairs:
-            fix = "two texts each (text_pair_column; of one text, --text_pair)"
+            fix = "two texts each (text_pair_column, or text_pair)"
             raise ConfigError(f"checkpoint={self.folder}: was trained on pairs. Fix: {fix}")
         if of_pairs is False and are_pairs:
             logger.warning("checkpoint=%s: was trained on single texts, not on pairs", self.folder)

@@ -229,6 +229,11 @@ def set_aside(checkpoints: Iterable[Path], why: str) -> None:
         logger.warning("%s: %s; set aside as %s, which may be removed", path, why, aside.name)
 
 
+def has_leftovers(root: Path) -> bool:
+    """Return whether a killed run was writing a checkpoint that cannot be published."""
+    return any(any(root.glob(f"{prefix}*")) for prefix in (STAGING_PREFIX, SEALED_PREFIX))
+
+
 def remove_leftovers(root: Path) -> None:
     """Remove what killed runs were writing."""
     for prefix in (STAGING_PREFIX, SEALED_PREFIX):

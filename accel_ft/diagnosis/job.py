@@ -48,7 +48,7 @@ from accel_ft.engine.loop import train, update
 from accel_ft.engine.run import Run
 from accel_ft.engine.start import checkpoint_bytes, start_or_resume
 from accel_ft.engine.step import forward, weighted_loss
-from accel_ft.errors import DOCTOR, LaunchError, RankError
+from accel_ft.errors import DOCTOR, LaunchError, Preempted, RankError, UserError
 from accel_ft.model import dropout
 from accel_ft.model.memory import device_bytes
 from accel_ft.model.optim import make_optimizer, make_scheduler, scaled_learning_rate
@@ -104,16 +104,17 @@ def examine(config: TrainConfig) -> Iterator[Finding]:
     limit = _limit_seconds(config)
     with order.construction() as log:
         accelerator = make_training_accelerator(limit)
-        place = config.output_dir.absolute()  # it may be all that can be written to
-        place = place if place.is_dir() else place.parent
-        folder = place / gather(f".doctor-{secrets.token_hex(4)}")[0]
+        place = config.output_dir.absolute()
+        # Inside, where it is there: it may be all that can be written to.
+        name, is_there = gather((f".doctor-{secrets.token_hex(4)}", place.is_dir()))[0]
+        folder = (place if is_there else place.parent) / name
         rank, num_ranks = accelerator.process_index, accelerator.num_processes
 
         def clean_up(keeps_logs: bool) -> None:
             for _ in range(2) if rank == 0 else ():  # a heartbeat may have come between
                 shutil.rmtree(folder / "probe" if keeps_logs else folder, ignore_errors=True)
 
-        was_lost = False  # a rank, whose log is named
+        names_log = False
         try:
             watched = Watch(folder / "ranks", rank, num_ranks, limit, clean_up=clean_up)
             with watched as watch:  # of `agreed`, too
@@ -121,11 +122,12 @@ def examine(config: TrainConfig) -> Iterator[Finding]:
                     agreed, _on_the_job(config, accelerator, log, watch, folder / "probe")
                 )
                 watch.barrier()
-        except RankError:
-            was_lost = True
+        except Exception as error:
+            is_told = isinstance(error, UserError | OSError | Preempted)
+            names_log = isinstance(error, RankError) or not is_told
             raise
         finally:
-            clean_up(was_lost)
+            clean_up(names_log)
 
 
 def _limit_seconds(config: TrainConfig) -> float:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, HfApi, ModelCardData
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from accel_ft.config import DEFAULT_DATASET, FILE_KEYS
 from accel_ft.errors import ConfigError, first_line
@@ -124,7 +124,7 @@ def require_repo(repo_id: str, private: bool) -> str:
     api = HfApi()
     try:
         found = str(api.create_repo(repo_id, private=private or None, exist_ok=True).repo_id)
-        api.auth_check(found, write=True)  # the one before lets pass who may read what is there
+        _check_write(api, found)  # `create_repo` lets pass who may read what is there
         is_public = api.repo_info(found).private is False
     except Exception as error:  # no token, no right, no network, ...
         what, fix = "refuses", "`hf auth login`, or HF_TOKEN"
@@ -143,6 +143,14 @@ def require_repo(repo_id: str, private: bool) -> str:
             "Hub, or another --hub_model_id"
         )
     return found
+
+
+def _check_write(api: HfApi, repo_id: str) -> None:
+    try:
+        api.auth_check(repo_id, write=True)
+    except HfHubHTTPError as error:
+        if type(error) is not HfHubHTTPError or error.response.status_code != 404:
+            raise  # else a mirror of the Hub, which does not know the question
 
 
 def push(folder: Path, repo_id: str) -> str:

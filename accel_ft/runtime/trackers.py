@@ -1,5 +1,6 @@
 """Experiment trackers, through Accelerate's `log_with`. A tracker that fails never ends a run."""
 
+import contextlib
 import logging
 import os
 import secrets
@@ -74,7 +75,10 @@ class Trackers:
             project = os.environ.get("WANDB_PROJECT", "accel_ft")
             self.accelerator.init_trackers(project, settings, options)
         except Exception as error:  # other people's services fail in any way
-            self.accelerator.trackers = []  # some have not begun, and cannot be closed
+            for tracker in self.accelerator.trackers:
+                with contextlib.suppress(Exception):  # some have not begun
+                    tracker.finish()
+            self.accelerator.trackers = []
             told = f"report_to={','.join(config.report_to)}: cannot be started: {error}"
             if step == 0:
                 raise ConfigError(told) from error

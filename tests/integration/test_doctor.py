@@ -229,16 +229,19 @@ def test_a_check_that_fails_itself(tmp_path: Path) -> None:
         "if rank == os.environ['RANK']: setattr(*{'early': (machine, 'clocks'), 'late': (tensors, 'in_place')}[where], broken)\n"
         "run_command(doctor.main)\n"
     )
-    for where in ("early 1", "late 1"):
-        file = tmp_path / "found.json"
+    for where in ("early 0", "late 1"):
+        folder = tmp_path / where
+        folder.mkdir()
+        file = folder / "found.json"
         done = launch(
-            "cpu_ddp.yaml", "--mixed_precision", "no", broken, "--json", file, "--output_dir", tmp_path / "x",
+            "cpu_ddp.yaml", "--mixed_precision", "no", broken, "--json", file, "--output_dir", folder / "x",
             "--ddp_timeout", 600, env={"BROKEN": where}, check=False,
         )  # fmt: skip
         assert done.returncode == 1  # in the 240 s of a launch: no rank has waited for its limit
         logs = [Path(log).read_text() for log in re.findall("Its log: (.+)", done.stderr)]
         assert "in broken" in "".join([done.stderr, *logs])
-        assert {path.name for path in tmp_path.glob(".doctor-*/*")} == {"ranks"}
+        assert logs
+        assert {path.name for path in folder.glob(".doctor-*/*")} == {"ranks"}
         assert "ValueError: what nobody thought of" in done.stderr
         *others, last = json.loads(file.read_text())
         assert (last["check"], last["verdict"]) == ("examination", "FAIL"), last

@@ -234,7 +234,7 @@ def test_resume_is_bit_identical(finished: Path, tmp_path: Path, step: int) -> N
     for folder in (run / "checkpoints").iterdir():
         if int(folder.name[-8:]) > step:
             shutil.rmtree(folder)
-    last = 12 if step else 1  # a second save proves that the first one was published
+    last = 12 if step else 1  # whose checkpoint is being written
     ahead = [e for e in events_of(finished) if e["event"] != "end" and e["step"] <= last]
     (run / "metrics.jsonl").write_text(
         "".join(json.dumps(e) + "\n" for e in ahead) + '{"event": "tra'
@@ -420,23 +420,20 @@ def test_latest_of_a_start_that_went_on_from_elsewhere_does_not_begin_anew(
 def test_latest_where_the_checkpoints_were_taken_away(
     last: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By a purge, or their disk is not mounted: the record of the run is not written over. Killed in
-    its first save, it had none yet.
+    """By a purge, or their disk is not mounted: the record of the run is not written over. It had none
+    if its first one is there, and was not published when the machine went down.
     """
     run = shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("model"))
     shutil.rmtree(run / "checkpoints")
     log = [event for event in events_of(run) if event["event"] in ("train", "save")]
-    log = log[: [event["event"] for event in log].index("save") + 1]
+    log = log[: [event["event"] for event in log].index("save") + (last != "preempted")]
     first = log[-1]["step"]
-    log += {
-        "train": [],
-        "save": [log[-1] | {"step": first + 1}],  # which waited for the first one
-        "preempted": [{"event": "preempted", "step": first}],
-    }[last]
+    log += [{"event": "preempted", "step": first}] * (last == "preempted")
     written = "".join(json.dumps(event) + "\n" for event in log)
     (run / "metrics.jsonl").write_text(written)
-    words = ["--config", str(run / "config.yaml"), "--output_dir", str(run), *LATEST]
+    words = [*job_of(finished, run), *LATEST]
     if last == "train":
+        (run / "checkpoints" / f".sealed-0-step_{first:08d}").mkdir(parents=True)
         train.main([*words, "--max_steps", "2"])
         assert "starting from the beginning" in capsys.readouterr().err
         return

@@ -177,14 +177,18 @@ class Hub:
 
         self.files: dict[str, bytes] = {}
         self.repos: list[dict] = []
-        self.refuses = self.is_readable = False
+        self.refuses = False
+        self.of_write = 200  # the answer to whether it may be written to
         self.private = True
         hub = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                if hub.refuses or (hub.is_readable and self.path.endswith("/write")):
-                    self.send_error(404, "Not Found")
+                status = 404 if hub.refuses else 200
+                if self.path.endswith("/auth-check/write"):
+                    status = hub.of_write
+                if status != 200:
+                    self.send_error(status)
                     return
                 self.answer(
                     {
@@ -352,14 +356,14 @@ def test_a_hub_that_is_away_is_no_matter_of_tokens() -> None:
         require_repo("my run", private=False)  # the name of an output_dir
 
 
-@pytest.mark.parametrize("is_readable", [False, True])
+@pytest.mark.parametrize("is_there", [False, True])
 def test_a_hub_that_refuses_is_met_before_the_training(
-    is_readable: bool, words: list[str], tmp_path: Path, hub: Hub
+    is_there: bool, words: list[str], tmp_path: Path, hub: Hub
 ) -> None:
     """Also where the repository is there, and may be read."""
-    hub.refuses, hub.is_readable = not is_readable, is_readable
+    hub.refuses, hub.of_write = not is_there, 403
     with pytest.raises(
-        ConfigError, match="hub_model_id=me/x: the Hub refuses: .*40[34].*Fix: `hf auth login`"
+        ConfigError, match="hub_model_id=me/x: the Hub refuses: .*403.*Fix: `hf auth login`"
     ):
         train.main([*words, "--push_to_hub", "--hub_model_id", "me/x"])
     assert not (tmp_path / "run/checkpoints").exists()
@@ -373,5 +377,6 @@ def test_what_is_to_be_private_is_not_pushed_to_what_is_public(
     with pytest.raises(ConfigError, match="hub_private_repo: me/x is there already, and public"):
         train.main([*push, "--hub_private_repo"])
     assert not (tmp_path / "run/checkpoints").exists()
+    hub.of_write = 404  # of a mirror that does not know the question
     require_repo("me/x", private=False)
     assert not {"private", "visibility"} & hub.repos[-1].keys()  # the account's default counts

@@ -297,6 +297,8 @@ def test_rows_are_not_replaced_and_pairs_not_ignored(
         parse(EvaluateConfig, words, "evaluate")
     with pytest.raises(ConfigError, match="is a file of rows"):
         parse(DoctorConfig, ["--train_file", str(rows), "--json", str(rows)], "doctor")
+    with pytest.raises(ConfigError, match="json=-: is no file, and findings are printed anyway"):
+        parse(DoctorConfig, ["--json", "-"], "doctor")
     words = ["--checkpoint", "m", "--input", str(rows), "--text_pair", "x"]
     with pytest.raises(ConfigError, match="text_pair=x: given without text"):
         parse(PredictConfig, words, "predict")
