@@ -1,1 +1,1 @@
-"""What a run is at an update, and how it reaches the disk whole or not at all."""
+"""The state of a run after an update, and how it is written to disk atomically."""

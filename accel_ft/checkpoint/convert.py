@@ -1,8 +1,8 @@
-"""A checkpoint of one strategy under another, and out of any of them.
+"""Load a checkpoint of one strategy under another, or read its weights under none.
 
-One process and DDP write model.safetensors and optimizer.bin; FSDP writes a torch distributed
-checkpoint each for model and optimizer, whose shards name their place in the whole and so load into
-any number of ranks, or into none.
+One process and DDP write model.safetensors and optimizer.bin. FSDP writes two torch distributed
+checkpoints, of the model and of the optimizer. A shard records its place in the whole tensor, so
+shards load into any number of ranks, or without torch.distributed.
 """
 
 import logging
@@ -52,11 +52,12 @@ def load_any(accelerator: Accelerator, folder: Path) -> None:
     """Load a verified checkpoint, saved under any strategy, into the prepared model and optimizer.
     Collective.
 
-    Shards stay shards; a whole checkpoint that FSDP loads is read by rank 0 and dealt out.
+    Shards stay shards. If FSDP loads an unsharded checkpoint, rank 0 reads and broadcasts it.
     """
     scaler, has_scale = accelerator.scaler, (folder / SCALER_NAME).is_file()
     if scaler is not None:
-        scaler._scale = scaler._growth_tracker = None  # made anew; under FSDP2 only where not there
+        # They are created again on demand; under FSDP2, accelerate asserts that they are unset.
+        scaler._scale = scaler._growth_tracker = None
         if not has_scale:  # saved without fp16
             logger.info("%s holds no loss scale: it starts anew", folder)
     with mock.patch.object(accelerator, "scaler", scaler if has_scale else None):
@@ -66,7 +67,7 @@ def load_any(accelerator: Accelerator, folder: Path) -> None:
 def _load_parts(accelerator: Accelerator, folder: Path) -> None:
     under_fsdp = makes_shards(accelerator)
     (model,), (optimizer,) = accelerator._models, accelerator._optimizers
-    if under_fsdp:  # through compile, torch asks for what is frozen too
+    if under_fsdp:  # through compile's wrapper, torch would demand frozen parameters too
         model = getattr(model, "_orig_mod", model)
     if is_sharded(folder) == under_fsdp:
         with mock.patch.object(accelerator, "_models", [model]):
@@ -76,7 +77,7 @@ def _load_parts(accelerator: Accelerator, folder: Path) -> None:
         _deal_out(accelerator, folder, model, optimizer.optimizer)
     else:
         _gather_up(folder, accelerator.unwrap_model(model), optimizer.optimizer)
-    # Random numbers and loss scaler: the same files under every strategy.
+    # The files of the random states and the loss scaler are the same under every strategy.
     load_accelerator_state(
         str(folder), [], [], [], [], accelerator.process_index, accelerator.scaler
     )
@@ -92,7 +93,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
         if isinstance(entry, TensorStorageMetadata):
             if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
                 raise ValueError(f"{name} is not there as a whole")
-            kind = entry.properties.dtype  # zeros: what no chunk fills is not what memory held
+            kind = entry.properties.dtype  # zeros: a gap must not expose old memory
             weights[name.removeprefix("model.")] = torch.zeros(entry.size, dtype=kind)
     _load_shards({"model": weights}, folder / SHARDED_WEIGHTS)
     return weights
@@ -101,7 +102,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 def _load_shards(state: dict[str, Any], folder: Path) -> None:
     """Fill `state` from a distributed checkpoint, in this process alone."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be here
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose
         load_shards(state, storage_reader=FileSystemReader(folder), no_dist=True)
 
 
@@ -114,7 +115,7 @@ def _deal_out(accelerator: Accelerator, folder: Path, model: Any, optimizer: Any
         name_of = {id(p): load.plain_name(name) for name, p in model.named_parameters()}
         names = [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
         states = {names[number]: values for number, values in saved["state"].items()}
-        for name in set(names) - states.keys():  # no gradient came yet; FSDP wants one of each
+        for name in set(names) - states.keys():  # no gradient so far; FSDP needs every state
             zero = torch.zeros_like(weights[name])
             states[name] = {"step": torch.zeros(()), "exp_avg": zero, "exp_avg_sq": zero.clone()}
         moments = {

@@ -1,4 +1,4 @@
-"""What a user calls a checkpoint -> a classifier ready to predict."""
+"""Open anything that a user calls a checkpoint as a classifier ready to predict."""
 
 import logging
 from dataclasses import dataclass
@@ -28,11 +28,11 @@ class Classifier:
     """A finished classifier.
 
     Attributes:
-        folder: it was read from.
-        model: in float32, on its device, in evaluation mode; for logits alone: of some kinds the
-            last layer computes the first token only.
-        tokenizer: its own.
-        label_names: by id.
+        folder: the folder, or Hub id, that it was read from.
+        model: float32, on its device, in evaluation mode. Use its logits only: for some model types
+            the last layer computes the first token alone.
+        tokenizer: of the model.
+        label_names: in the order of their ids.
     """
 
     folder: str
@@ -42,14 +42,14 @@ class Classifier:
 
     @property
     def problem_type(self) -> str:
-        """What its logits mean; where nobody says, one alone is a number, as in transformers."""
+        """What the logits mean; by default, as in transformers, one alone is a regression."""
         one = self.model.config.num_labels == 1
         default = "regression" if one else "single_label_classification"
         return str(self.model.config.problem_type or default)
 
     def check_pairs(self, are_pairs: bool) -> None:
-        """Refuse single texts of a model of pairs; warn of pairs of one of single texts."""
-        of_pairs = getattr(self.model.config, "text_pairs", None)  # None: not ours
+        """Refuse single texts if it was trained on pairs; warn about pairs in the opposite case."""
+        of_pairs = getattr(self.model.config, "text_pairs", None)  # None: trained elsewhere
         if of_pairs and not are_pairs:
             fix = "two texts each (text_pair_column, or text_pair)"
             raise ConfigError(f"checkpoint={self.folder}: was trained on pairs. Fix: {fix}")
@@ -57,11 +57,11 @@ class Classifier:
             logger.warning("checkpoint=%s: was trained on single texts, not on pairs", self.folder)
 
     def max_seq_length(self, wanted: int | None) -> int:
-        """Return how many tokens a text is cut at: as wanted, as in training, or what the model can
-        see, 512 at most.
+        """Return the number of tokens at which texts are truncated: `wanted`, else as in training
+        (512 if unknown) within the model's limit.
 
         Raises:
-            ConfigError: it cannot see as many as wanted.
+            ConfigError: `wanted` exceeds the model's limit.
         """
         limit = load.position_limit(self.model.config, self.tokenizer)
         load.check_max_seq_length(wanted or 0, limit)
@@ -71,7 +71,7 @@ class Classifier:
 
     @property
     def thresholds(self) -> NDArray[np.float64] | None:
-        """Of several labels: the probability from which each counts, [C]."""
+        """Multi-label only: the probability from which each label counts as predicted, [C]."""
         thresholds = getattr(self.model.config, "thresholds", None)
         return None if thresholds is None else np.array(thresholds, np.float64)
 
@@ -81,7 +81,7 @@ def open_classifier(checkpoint: str, device: torch.device) -> Classifier:
     package:// model.
 
     Raises:
-        ConfigError, CheckpointError: where it cannot be had, is damaged or is no classifier.
+        ConfigError, CheckpointError: it is not available, is damaged or is not a classifier.
     """
     folder = load.resolve(model_folder(checkpoint), "checkpoint")
     config, tokenizer, names = load.load_parts(folder)
@@ -95,14 +95,14 @@ def open_classifier(checkpoint: str, device: torch.device) -> Classifier:
 
 
 def same_folder(checkpoint: str, accelerator: Any) -> str:
-    """Return `model_folder` as rank 0 finds it: of a run that goes on, others may find a newer one.
+    """Return rank 0's `model_folder`: other ranks may see a newer checkpoint of a run in progress.
     Collective.
     """
     found: list[Any] = [None]
     if accelerator.process_index == 0:
         try:
             found = [model_folder(checkpoint)]
-        except Exception as error:  # which the others wait to hear
+        except Exception as error:  # the other ranks wait for the broadcast
             found = [error]
     if accelerator.num_processes > 1:
         broadcast_object_list(found)
@@ -115,14 +115,14 @@ def load_whole(folder: str, config: Any) -> Any:
     """Load a classifier from a resolved checkpoint or model, adapters merged, on the CPU.
 
     Raises:
-        ConfigError, CheckpointError: where it cannot be had or is damaged.
+        ConfigError, CheckpointError: it is not available or is damaged.
     """
     lora = adapters.read_adapters(Path(folder))
     if lora is not None:
         of_run = Path(folder, state.TRAINER_STATE).is_file()
         identity = state.read_trainer_state(Path(folder))["identity"] if of_run else {}
         trained = state.read_weights(Path(folder))
-        with own_random_numbers():  # what is replaced is drawn first
+        with own_random_numbers():  # weights are drawn at random before they are replaced
             return adapters.merged(config, lora, trained, identity.get("pretrained"))
     if not convert.is_sharded(Path(folder)):
         return load.load_for_inference(folder, config)
@@ -134,12 +134,12 @@ def model_folder(path: str) -> str:
     """Return the Hugging Face folder inside what a user calls a checkpoint.
 
     Args:
-        path: a run's folder (its model/, or where that is not written yet its newest checkpoint), a
-            published checkpoint, or any Hugging Face folder, Hub id or package:// model, which are
-            returned as they are.
+        path: a run's folder (for its model/, or its newest checkpoint until that is written), a
+            published checkpoint, or any Hugging Face folder, Hub id or package:// model. All but a
+            run's folder are returned unchanged.
 
     Raises:
-        CheckpointError: for a run without a checkpoint, or a damaged checkpoint.
+        CheckpointError: the run has no checkpoint, or the checkpoint is damaged.
     """
     folder = Path(path)
     if (folder / transaction.MANIFEST).is_file():
@@ -148,7 +148,7 @@ def model_folder(path: str) -> str:
         return str(folder / "model")
     elif (folder / "checkpoints").is_dir():
         newest = state.newest_sound(folder / "checkpoints")
-        if (folder / "model" / "config.json").is_file():  # the run has ended meanwhile
+        if (folder / "model" / "config.json").is_file():  # the run has just ended
             return str(folder / "model")
         if newest is None:
             raise CheckpointError(f"{path}: has no checkpoint yet")

@@ -1,9 +1,9 @@
-"""What a run is at an update, saved and loaded as one thing by all ranks together.
+"""The state of a run after an update, saved and loaded as a unit by all ranks together.
 
-`Accelerator.save_state` writes model, optimizer, loss scaler and every rank's random numbers.
-Beside them stand trainer_state.json (the step, by which plan and schedule go on, and metrics so
-far; JSON, since what is registered for checkpointing is unpickled) and the model's config and
-tokenizer, so that a checkpoint of one process or DDP is a Hugging Face folder.
+`Accelerator.save_state` writes the model, the optimizer, the loss scaler and each rank's random
+states. trainer_state.json holds the step, from which plan and schedule continue, and the metrics so
+far; it is JSON because accelerate pickles registered objects. With the model's config and the
+tokenizer beside them, a checkpoint of one process or DDP is a Hugging Face folder.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from accel_ft.runtime.watch import Watch
 logger = logging.getLogger(__name__)
 
 TRAINER_STATE = "trainer_state.json"
-ABOUT = {  # what is behind a key that differs; {} is what it was
+ABOUT = {  # explains a key that differs; {} stands for the saved value
     "mixed_precision": " (`accelerate launch --mixed_precision {}`)",
     "global_batch_size": (
         " (by gradient_accumulation_steps it grows with the ranks; `--gradient_accumulation_steps "
@@ -36,8 +36,8 @@ ABOUT = {  # what is behind a key that differs; {} is what it was
     ),
     "train_data": " (the rows, their columns, the tokenizer or max_seq_length)",
 }
-NO_SEED = 2**62 + 1  # of no run: keys fit 32 bits
-RUN_STATE = (  # a run's own, by name
+NO_SEED = 2**62 + 1  # no run has it: settings fit 32 bits
+RUN_STATE = (  # attributes of Run
     "step", "best", "num_worse", "eval_is_due", "evaluated_step", "num_nonfinite",
     "newest_nonfinite", "passed_over",
 )  # fmt: skip
@@ -54,16 +54,16 @@ def save(
     trainer_state: dict[str, Any],
     descriptions: Sequence[Any],
 ) -> None:
-    """Write the run down, between two updates; it is still to be published. Collective.
+    """Write and seal a checkpoint between two updates; the caller publishes it. Collective.
 
     Args:
         final: where the checkpoint will be published.
-        trainer_state: what is not in accelerate's hands; plain JSON values.
-        descriptions: what has `save_pretrained`: the model's config, its tokenizer.
+        trainer_state: the state that accelerate does not save; plain JSON values.
+        descriptions: objects with `save_pretrained`: the configs of model and LoRA, the tokenizer.
 
     Raises:
-        CheckpointError: some rank could not write; the same one on every rank. What was published
-            before is intact, what was staged is gone.
+        CheckpointError: a rank could not write; all ranks raise the same. Published checkpoints are
+            intact, the staging folder is removed.
     """
     staging, is_main = transaction.staging_folder(final), accelerator.is_main_process
     with all_or_none(watch, final):
@@ -86,13 +86,13 @@ def save(
 
 @contextlib.contextmanager
 def all_or_none(watch: Watch, final: Path) -> Iterator[None]:
-    """Run the body on all ranks. Where it fails on one, remove what is staged or sealed (after a
+    """Run the body on all ranks. If it fails on any, remove the staging and sealed folders (after a
     failed write nobody knows what reached the disk), and raise the same error on all. Collective.
     """
     fault: BaseException | None = None
     try:
         yield
-    except (Exception, CheckpointException) as error:  # each library wraps the system's error
+    except (Exception, CheckpointException) as error:  # each library wraps OSError its own way
         fault = error
     told = watch.all_gather(None if fault is None else _told(fault))
     if any(told):
@@ -108,7 +108,7 @@ def all_or_none(watch: Watch, final: Path) -> Iterator[None]:
 
 
 def check(folder: Path) -> None:
-    """Check that a checkpoint is whole and that no file of it runs code.
+    """Check that a checkpoint is complete and that loading it runs no code.
 
     Raises:
         CheckpointError: naming the files.
@@ -126,7 +126,7 @@ def find(
     Args:
         root: the run's checkpoints folder.
         wanted: `latest`, a checkpoint's folder, or None.
-        unwanted: updates whose checkpoints are not the latest, where there is another.
+        unwanted: updates whose checkpoints are taken only if there is no other.
 
     Raises:
         CheckpointError: `wanted` names a folder that is missing or damaged, or every checkpoint is
@@ -152,14 +152,14 @@ def find(
             fault = error
         except OSError as error:
             fault = CheckpointError(f"{root}: {error}")
-    found, fault = watch.all_gather((found, fault))[0]  # hashing a large one may take long
+    found, fault = watch.all_gather((found, fault))[0]  # no timeout: hashing may take long
     if fault is not None:
         raise fault
     return found
 
 
 def is_sound(watch: Watch, folder: Path) -> bool:
-    """Return on every rank whether a checkpoint verifies; tell what is wrong. Collective."""
+    """Return, on every rank, whether a checkpoint is valid; log what is wrong. Collective."""
     return bool(watch.all_gather(watch.rank == 0 and _verifies(folder))[0])
 
 
@@ -173,17 +173,17 @@ def _verifies(folder: Path) -> bool:
 
 
 def newest_sound(root: Path, unwanted: Collection[int] = ()) -> Path | None:
-    """Return the newest checkpoint that verifies, naming the damaged ones passed over; None where
-    there is none. One of the `unwanted` updates only where there is no other.
+    """Return the newest valid checkpoint, or None if there is none; log the damaged ones skipped. A
+    checkpoint of an `unwanted` update is taken only if there is no other.
 
     Raises:
         CheckpointError: there are checkpoints and all are damaged.
     """
     published = transaction.list_published(root)
-    published.sort(key=lambda each: each[0] not in unwanted)  # those come first, so taken last
+    published.sort(key=lambda each: each[0] not in unwanted)  # unwanted ones first: tried last
     found = next((folder for _, folder in reversed(published) if _verifies(folder)), None)
     if found is None and not all(os.path.lexists(folder) for _, folder in published):
-        return newest_sound(root, unwanted)  # pruned meanwhile, by a run that goes on
+        return newest_sound(root, unwanted)  # a run in progress has just pruned one
     if published and found is None:
         raise CheckpointError(
             f"{root}: no sound checkpoint is left, {len(published)} damaged. "
@@ -193,7 +193,7 @@ def newest_sound(root: Path, unwanted: Collection[int] = ()) -> Path | None:
 
 
 def best_step(folder: Path) -> int | None:
-    """Return the update of the evaluation that was the best when a checkpoint was written."""
+    """Return the update of the best evaluation at the time a checkpoint was written."""
     with contextlib.suppress(CheckpointError, KeyError, TypeError, ValueError):
         return int(read_trainer_state(folder)["best"]["step"])
     return None  # there was none, or it cannot be read
@@ -203,11 +203,11 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
     """Read a verified checkpoint's trainer_state.json.
 
     Raises:
-        CheckpointError: it is none of ours.
+        CheckpointError: it is missing, damaged or not written by accel_ft.
     """
     try:
         state: dict[str, Any] = json.loads((folder / TRAINER_STATE).read_text(encoding="utf-8"))
-        state.setdefault("evaluated_step", state["step"])  # it may be of when there was no such key
+        state.setdefault("evaluated_step", state["step"])  # older checkpoints lack this key
         return {key: state[key] for key in TRAINER_STATE_KEYS}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder}: no readable {TRAINER_STATE} ({error!r})") from error
@@ -223,17 +223,17 @@ def load(
     """Load a verified checkpoint into model, optimizer and random generators. Collective.
 
     Args:
-        devices: each rank's number of its device on its machine, by which a GPU's random numbers
-            are saved and restored.
+        devices: the local device index of each rank; accelerate saves and restores GPU random
+            states by it.
     """
-    torch.manual_seed(NO_SEED)  # accelerate tells nobody of random states that it cannot read
+    torch.manual_seed(NO_SEED)  # stays if accelerate silently skips unreadable random states
     try:
         convert.load_any(accelerator, folder)
-    except (Exception, CheckpointException) as error:  # a foreign file fails in any way
+    except (Exception, CheckpointException) as error:  # a foreign file may raise anything
         raise CheckpointError(f"{folder}: cannot be loaded: {_told(error)}") from error
     on_gpu = accelerator.device.type == "cuda"
     is_lost = NO_SEED in (torch.initial_seed(), torch.cuda.initial_seed() if on_gpu else 0)
-    accelerator.step = 0  # counts micro steps; a checkpoint stands between two updates
+    accelerator.step = 0  # counts micro-steps; a checkpoint lies between two updates
     saved = (trainer_state["num_processes"], trainer_state["device"])
     here = (accelerator.num_processes, accelerator.device.type)
     why, level = "", logging.INFO
@@ -243,7 +243,7 @@ def load(
         why = f"resumed on other devices: {devices} for {trainer_state['devices']}"
     elif is_lost:
         why = f"rank {accelerator.process_index} cannot read its random states"
-        level = logging.ERROR  # which ranks but 0 tell too
+        level = logging.ERROR  # ranks other than 0 log errors only
     if why:
         set_seed(seed + trainer_state["step"], device_specific=True)
         logger.log(
@@ -260,7 +260,7 @@ def read_weights(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: they cannot be read.
     """
-    trust.refuse_code(folder)  # it may have no manifest
+    trust.refuse_code(folder)  # a folder without a manifest was not checked before
     try:
         return convert.read_weights(folder)
     except (Exception, CheckpointException) as error:
@@ -270,19 +270,19 @@ def read_weights(folder: Path) -> dict[str, Any]:
 def check_same_run(
     folder: Path, saved: dict[str, Any], identity: dict[str, Any], allowed: Collection[str] = ()
 ) -> None:
-    """Refuse to go on with another job's checkpoint.
+    """Refuse to resume from another job's checkpoint.
 
     Args:
         saved: the identity in the checkpoint.
         identity: of this job: model, labels, data, global batch size, seed.
-        allowed: names of what may differ.
+        allowed: keys of the identity that may differ.
 
     Raises:
         CheckpointError: listing the differences.
     """
     differences = []
     usual = TrainConfig.model_validate({}).model_dump(mode="json")
-    saved = usual | saved  # which may be of when there was no such key yet
+    saved = usual | saved  # older checkpoints lack newer keys
     for key, here in identity.items():
         there = saved.get(key)
         can_differ = _can_differ(key, there, here)
@@ -301,8 +301,8 @@ def check_same_run(
 
 
 def _can_differ(key: str, saved: Any, wanted: Any) -> bool:
-    """Other label names are a choice, another number of them, or other adapters, another model; a
-    rate for each layer makes other groups of parameters than one for all.
+    """Return whether a key may differ at all: not if it changes the parameters (number of labels,
+    `FIXED` keys) or their groups (layerwise_lr_decay set or unset). Label names may change.
     """
     if key == "labels":
         return len(saved or ()) == len(wanted)
@@ -312,7 +312,7 @@ def _can_differ(key: str, saved: Any, wanted: Any) -> bool:
 
 
 def _told(error: BaseException) -> str:
-    """What an error says, in one line; torch names what does not fit after the first one."""
-    if isinstance(error, CheckpointException):  # torch's own, with the ranks' errors in it
+    """Return an error's message on one line: torch lists the mismatches after its first line."""
+    if isinstance(error, CheckpointException):  # torch's wrapper around the ranks' errors
         error = next(iter(error.failures.values()))[0]
     return in_one_line(error)

@@ -1,16 +1,16 @@
-"""A folder of files reaches the disk whole or not at all.
+"""Atomic writes of a folder: it reaches the disk complete or not at all.
 
-Write: into a staging folder, which is sealed when all is in it; then, beside the training, SHA-256
-    and size of every file into manifest.json; everything fsynced; renamed to its final name; only
-    then are older ones pruned. Read: the manifest is checked before a file is opened.
+Write: fill a staging folder, and seal it. Then, in the background of the training, write SHA-256
+    and size of every file to manifest.json, fsync everything, rename the folder to its final name,
+    and only then prune older ones. Read: verify the manifest before any file is opened.
 
-    checkpoints/.staging-step_00000500/       being written, or left over by a run that was killed
-    checkpoints/.sealed-BOOT-step_00000500/   written, not on the disk yet
+    checkpoints/.staging-step_00000500/       being written, or left over by a killed run
+    checkpoints/.sealed-BOOT-step_00000500/   written, but not fsynced yet
     checkpoints/step_00000500/                published
     checkpoints/damaged-step_00000500/        set aside by a resume or a rollback
 
-A killed process takes nothing along that it has written: the next one publishes what it finds
-sealed. A machine that went down does: what was sealed before its last start is dropped.
+What a killed process has written survives it: the next process publishes sealed folders. It may not
+survive a crash of the machine: folders sealed before the last boot are removed.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ MANIFEST, NEW = "manifest.json", ".new"
 STAGING_PREFIX = ".staging-"
 SEALED_PREFIX = ".sealed-"
 ASIDE_PREFIX = "damaged-"
-STRAY = re.compile(r"(^|/)(\.nfs|\._|\.DS_Store$)[^/]*$")  # what file systems and Finder leave
+STRAY = re.compile(r"(^|/)(\.nfs|\._|\.DS_Store$)[^/]*$")  # left by NFS and macOS
 DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 
 
@@ -52,13 +52,13 @@ def staging_folder(final: Path) -> Path:
 
 
 def sealed_folder(final: Path) -> Path:
-    """Return where a folder is once it is written, until it is published."""
+    """Return where a sealed folder waits to be published."""
     return final.with_name(f"{SEALED_PREFIX}{_boot()}-{final.name}")
 
 
 @cache
 def _boot() -> str:
-    """What changes when the machine starts anew; where it cannot be known, with each process."""
+    """An id that changes with each boot of the machine; with each process if it is unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
     except OSError:
@@ -66,10 +66,10 @@ def _boot() -> str:
 
 
 def make_root(root: Path) -> None:
-    """Make the folder of checkpoints, on the disk too."""
+    """Create the folder of checkpoints; fsync it and its parents."""
     root.mkdir(parents=True, exist_ok=True)
     for folder in (root, root.parent, root.parent.parent):
-        with contextlib.suppress(PermissionError):  # a folder of others may be closed to readers
+        with contextlib.suppress(PermissionError):  # fsync needs to open it for reading
             fsync(folder)
 
 
@@ -83,25 +83,25 @@ def start(final: Path) -> Path:
 
 @contextlib.contextmanager
 def writing(final: Path) -> Iterator[Path]:
-    """Give an empty staging folder; publish it without a manifest, or remove it after a fault.
+    """Yield an empty staging folder; publish it without a manifest, or remove it on an exception.
 
     Raises:
         CheckpointError: another process is writing it.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     staging = staging_folder(final)
-    if staging.is_symlink():  # its folder is not emptied
+    if staging.is_symlink():  # the folder it points to must not be emptied
         staging.unlink()
     staging.mkdir(exist_ok=True)
-    # Closed, by a kill as well, it is given back.
+    # Closing the descriptor, as a kill does too, releases the lock.
     lock = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         _lock(lock, staging, final)
         try:
-            for path in staging.iterdir():  # of a process that was killed
+            for path in staging.iterdir():  # left by a killed process
                 _delete(path)
             yield staging
-            publish(final, with_manifest=False)  # users may add to such a folder
+            publish(final, with_manifest=False)  # users may add files to it
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise
@@ -113,7 +113,7 @@ def _lock(folder: int, staging: Path, final: Path) -> None:
     is_ours = True
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:  # some file systems have no locks of folders
+    except OSError as error:  # some file systems cannot lock folders
         is_ours = error.errno != errno.EWOULDBLOCK
     with contextlib.suppress(FileNotFoundError):  # published, or removed, since it was opened
         if is_ours and os.path.samestat(os.fstat(folder), staging.lstat()):
@@ -122,14 +122,14 @@ def _lock(folder: int, staging: Path, final: Path) -> None:
 
 
 def seal(final: Path) -> None:
-    """Mark `final`'s staging folder as complete, and write down what is in it."""
+    """Record names and sizes of `final`'s staged files, and mark the folder as complete."""
     staging = staging_folder(final)
     _write_manifest(staging, {name: {"bytes": size} for name, size in _sizes(staging).items()})
     staging.rename(sealed_folder(final))
 
 
 def publish_sealed(root: Path) -> None:
-    """Publish what a killed process had written; no part of it, as copies of live runs have."""
+    """Publish folders that killed processes sealed, if complete: copies of live runs may not be."""
     for path in root.glob(f"{SEALED_PREFIX}{_boot()}-step_*"):
         final = root / path.name.removeprefix(f"{SEALED_PREFIX}{_boot()}-")
         sealed = None
@@ -142,19 +142,19 @@ def publish_sealed(root: Path) -> None:
 
 
 def publish(final: Path, with_manifest: bool = True) -> None:
-    """Write the manifest of what is sealed or staged, put all on the disk, and rename it."""
+    """Write the manifest of the sealed or staged folder, fsync everything, and rename it."""
     source = sealed_folder(final)
     if not source.is_dir():
         source = staging_folder(final)
     mode = source.stat().st_mode & 0o666
-    for path in _files(source):  # safetensors writes files that only their owner may read
+    for path in _files(source):  # safetensors makes files that only their owner may read
         if not path.is_symlink():
             path.chmod(mode)
     if with_manifest:
         _write_manifest(source, {name: _entry(source / name) for name in _sizes(source)})
     for path in [*_files(source), *(p for p in source.rglob("*") if p.is_dir()), source]:
         fsync(path)
-    if final.exists():  # a damaged one that a resume passed over, or an older final model
+    if final.exists():  # a damaged checkpoint that a resume skipped, or an older final model
         remove(final)
     source.rename(final)
     fsync(final.parent)
@@ -164,10 +164,10 @@ def verify(folder: Path) -> None:
     """Check every file against the manifest.
 
     Raises:
-        CheckpointError: naming what is missing, changed, or not of this folder.
+        CheckpointError: naming the files that are missing, changed or unexpected.
     """
     try:
-        if not stat.S_ISREG((folder / MANIFEST).lstat().st_mode):  # a pipe would be waited for
+        if not stat.S_ISREG((folder / MANIFEST).lstat().st_mode):  # opening a pipe would block
             raise ValueError("it is no plain file")
         text = (folder / MANIFEST).read_text(encoding="utf-8")
         entries = dict(json.loads(text)["files"])
@@ -195,7 +195,7 @@ def verify(folder: Path) -> None:
 
 
 def _reraise_unless_damage(error: Exception, path: Path) -> None:
-    """Raise anew what is no damage of a file: what may pass, or is the user's to mend."""
+    """Re-raise an error that does not prove damage: it is transient, or the user can fix it."""
     if isinstance(error, OSError) and error.errno not in DAMAGE:
         error.filename = str(path)
         raise error
@@ -209,18 +209,18 @@ def list_published(root: Path) -> list[tuple[int, Path]]:
 
 
 def prune(root: Path, keep: int, protected: Collection[int | None] = ()) -> None:
-    """Remove all checkpoints but the newest `keep`, one or more, and those of `protected` steps."""
+    """Remove all checkpoints except the newest `keep` (at least 1) and the `protected` steps."""
     for step, path in list_published(root)[:-keep]:
         if step not in protected:
             try:
                 remove(path)
-            except OSError as error:  # what a reader still holds open on NFS may stay behind
+            except OSError as error:  # on NFS, files that a reader has open may stay behind
                 logger.warning("%s could not be removed: %s", path, error)
 
 
 def set_aside(checkpoints: Iterable[Path], why: str) -> None:
-    """Rename checkpoints that are to be neither used nor pruned, or would count as the newest when
-    the others are pruned. Say why.
+    """Rename checkpoints that must be neither used nor pruned, or that must not count as the newest
+    when others are pruned. Log why.
     """
     for path in checkpoints:
         aside = path.with_name(ASIDE_PREFIX + path.name)
@@ -235,7 +235,7 @@ def has_leftovers(root: Path) -> bool:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove what killed runs were writing."""
+    """Remove the unpublished folders of killed runs."""
     for prefix in (STAGING_PREFIX, SEALED_PREFIX):
         for path in root.glob(f"{prefix}*"):
             if prefix == SEALED_PREFIX:
@@ -245,7 +245,7 @@ def remove_leftovers(root: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a published folder; its name goes first, so that a kill leaves no half under it."""
+    """Remove a published folder; rename it first, so that a kill leaves no partial one."""
     doomed = folder.with_name(f"{STAGING_PREFIX}removed-{folder.name}")
     _delete(doomed, ignore_errors=True)
     if folder.exists():
@@ -259,14 +259,14 @@ def _delete(path: Path, ignore_errors: bool = False) -> None:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Return the bytes of every file but the manifest."""
+    """Return the size in bytes of every file except the manifest."""
     sizes = {path.relative_to(folder).as_posix(): path.lstat().st_size for path in _files(folder)}
     return {name: size for name, size in sizes.items() if name not in (MANIFEST, MANIFEST + NEW)}
 
 
 def _write_manifest(folder: Path, entries: dict[str, Any]) -> None:
     (folder / (MANIFEST + NEW)).write_text(_manifest(entries), encoding="utf-8")
-    (folder / (MANIFEST + NEW)).replace(folder / MANIFEST)  # a kill leaves no half of it
+    (folder / (MANIFEST + NEW)).replace(folder / MANIFEST)  # atomic: never a partial manifest
 
 
 def _manifest(entries: dict[str, Any]) -> str:
@@ -278,6 +278,6 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _entry(path: Path) -> dict[str, int | str]:
-    if path.is_symlink() or (path.exists() and not path.is_file()):  # a pipe would be waited for
+    if path.is_symlink() or (path.exists() and not path.is_file()):  # opening a pipe would block
         raise CheckpointError(f"{path}: is no plain file")
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}

@@ -1,9 +1,9 @@
-"""No file of a checkpoint runs code when it is loaded.
+"""Refuse checkpoints that would run code when they are loaded.
 
-Weights are safetensors, and what accelerate pickles (optimizer, loss scaler, random numbers) it
-reads with `weights_only`. Two places of torch's distributed checkpoints are unpickled without: the
-.metadata, and values that are no tensors inside the .distcp files. Both are read here first, by an
-unpickler that makes inert stand-ins of the few classes that belong there.
+Weights are safetensors; accelerate reads its pickles (optimizer, loss scaler, random states) with
+`weights_only`. Two parts of a torch distributed checkpoint are unpickled without it: .metadata, and
+the values in .distcp files that are not tensors. Both are read here first: the values with
+`weights_only`, .metadata by an unpickler that makes inert stand-ins of a few allowed classes.
 """
 
 import io
@@ -34,12 +34,12 @@ METADATA_NAMES = {
 
 class _StandIn:
     def __init__(self, *args: Any) -> None:
-        if args and type(self).__name__ == "_StorageInfo":  # attributes that are not seen here
+        if args and type(self).__name__ == "_StorageInfo":  # its fields would escape the checks
             raise pickle.UnpicklingError("_StorageInfo is made of arguments")
 
     def __setstate__(self, state: Any) -> None:
-        """What BUILD does, and to an object alone: of a class, `self` is missing. A pair would set
-        attributes, too; TensorProperties, of which none is looked at, takes a tuple.
+        """Called by pickle's BUILD, on instances only: on a class, `self` would be missing. The
+        default also takes a pair of dicts. TensorProperties, never read here, takes a tuple.
         """
         if isinstance(state, dict):
             self.__dict__.update(state)
@@ -48,7 +48,7 @@ class _StandIn:
 
 
 class _Member(_StandIn):
-    """getattr(_MEM_FORMAT_ENCODING, name): so Python 3.11.0 to 3.11.3 pickle members of an Enum."""
+    """getattr(_MEM_FORMAT_ENCODING, name): Python 3.11.0 to 3.11.3 pickle Enum members so."""
 
     def __new__(cls, owner: Any, name: Any) -> Any:
         of_enum = isinstance(owner, type) and owner.__name__ == _MEM_FORMAT_ENCODING.__name__
@@ -67,22 +67,22 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def refuse_code(folder: Path) -> None:
-    """Check a checkpoint whose manifest is right but whose maker is unknown.
+    """Refuse a checkpoint that would run code: a valid manifest does not say who made it.
 
     Raises:
-        CheckpointError: naming the file that would run code.
+        CheckpointError: naming the file that may run code.
     """
     strange = [*folder.glob("custom_checkpoint_*.pkl")]  # objects registered with accelerate
     places = [folder, *(path for path in folder.glob("*") if path.is_dir())]  # links, too
-    # Of one rank; taken where the whole one is missing.
+    # Metadata of a single rank, which torch reads if .metadata is missing.
     strange += [path for place in places for path in place.glob("__*.metadata")]
     for path in strange:
         raise CheckpointError(f"{folder}: {path.relative_to(folder)} does not belong into it")
-    # Its own, too: accelerate goes by its name.
+    # In `folder` itself, too: accelerate reads shards there if it is named like a shard folder.
     for metadata in [path for place in places for path in place.glob(".metadata")]:
         try:
             _check_shards(metadata)
-        except Exception as error:  # a broken pickle fails in any way
+        except Exception as error:  # a broken pickle may raise anything
             name = metadata.relative_to(folder)
             raise CheckpointError(f"{folder}: {name} is not safe to load: {error}") from error
 
@@ -93,7 +93,7 @@ def _check_shards(path: Path) -> None:
     if type(metadata).__name__ != "Metadata":
         raise CheckpointError("its .metadata is none")
     kinds = {name: type(entry).__name__ for name, entry in metadata.state_dict_metadata.items()}
-    if not all(isinstance(name, str) for name in kinds):  # others may be equal there, not here
+    if not all(isinstance(name, str) for name in kinds):  # their stand-ins compare otherwise
         raise CheckpointError("it holds names that are no text")
     for index, info in metadata.storage_data.items():
         if not re.fullmatch(r"__\d+_\d+\.distcp", info.relative_path):
