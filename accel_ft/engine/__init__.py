@@ -1,1 +1,1 @@
-"""The loop, one step of it, and evaluation."""
+"""The training loop, evaluation, and the start, resume and end of a run."""

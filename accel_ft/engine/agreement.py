@@ -1,5 +1,5 @@
-"""What all ranks must agree on. Each machine has its own command, files and environment: with
-another learning rate, or other rows, replicas would part without a word.
+"""Check that all ranks agree. Each machine has its own command, files and environment: with
+different learning rates, or different rows, replicas would diverge silently.
 """
 
 import hashlib
@@ -17,16 +17,16 @@ from accel_ft.runtime.receipt import about_strategy, strategy_settings
 from accel_ft.runtime.watch import Watch
 
 PACKAGE = Path(__file__).parents[1]
-# Keys that may differ from machine to machine, or are rank 0's.
+# Keys that may differ between machines, or that only rank 0 uses.
 OF_ONE_MACHINE = FILE_KEYS | HUB_KEYS | {
     "model_name_or_path", "dataset_name", "output_dir", "resume_from_checkpoint", "reproduce",
     "dataloader_num_workers", "report_to",
 }  # fmt: skip
-COMPUTE = ("torch", "accelerate", "transformers", "numpy")  # libraries that make the numbers
+COMPUTE = ("torch", "accelerate", "transformers", "numpy")  # libraries that decide the numbers
 
 
 def refuse_other_jobs(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> None:
-    """Refuse ranks with another configuration, strategy, environment or code than rank 0.
+    """Refuse ranks whose configuration, strategy, environment or code differs from rank 0's.
     Collective.
 
     Raises:
@@ -53,8 +53,8 @@ def refuse_other_jobs(config: TrainConfig, accelerator: Accelerator, watch: Watc
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Return a hash of a tensor's values and shape; two with the same have the same bits."""
-    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # this rank's share
+    """Return a hash of a tensor's dtype, shape and bits; of a DTensor, of this rank's shard."""
+    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     if tensor.is_sparse:
         tensor = tensor.detach().coalesce()
         return digest(tensor.indices()) + digest(tensor.values())
@@ -65,12 +65,12 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def refuse_other_models(model: Any, labels: list[str], watch: Watch) -> None:
-    """Refuse ranks that have loaded another model than rank 0: each machine has its own folders.
+    """Refuse ranks that have loaded a different model than rank 0: each machine has its own files.
     Collective.
 
     Args:
         model: not wrapped yet.
-        labels: by id.
+        labels: names, in the order of their ids.
 
     Raises:
         ConfigError: naming what differs, and a rank.
@@ -90,10 +90,10 @@ def refuse_other_models(model: Any, labels: list[str], watch: Watch) -> None:
 
 
 def refuse_other_rows(fingerprints: list[dict[str, Any]]) -> None:
-    """Refuse ranks that read other rows than rank 0.
+    """Refuse ranks that read different rows than rank 0.
 
     Args:
-        fingerprints: of the splits by name, of each rank.
+        fingerprints: for each rank, the fingerprints of its splits by name.
 
     Raises:
         DataError: naming the split, and a rank.

@@ -1,4 +1,4 @@
-"""A configuration -> the parts of a run."""
+"""Build the parts of a run from its configuration."""
 
 import logging
 import math
@@ -46,7 +46,7 @@ from accel_ft.runtime.watch import Watch
 
 logger = logging.getLogger(__name__)
 
-# Of a probe that runs on a CPU, maybe on one thread of it.
+# Limits of the padding probe, which runs on a CPU, possibly on a single thread.
 PROBED_ROWS, PROBED_TOKENS, PROBED_PARAMETERS = 1000, 600, 5 * 10**8
 
 
@@ -84,7 +84,7 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
         "train_data": splits.train.fingerprint(),
         **config.model_dump(mode="json", include=IDENTITY_KEYS),
     }
-    if config.lora_r is not None:  # its checkpoints hold nothing of the pretrained model
+    if config.lora_r is not None:  # LoRA checkpoints do not hold the pretrained weights
         is_main = accelerator.is_main_process
         found = load.provenance(config.model_name_or_path) if is_main else None
         identity["pretrained"] = watch.all_gather(found)[0]
@@ -123,14 +123,14 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
 
 
 def _load_rows(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> tuple[Any, Splits]:
-    """Return the tokenizer, and the rows, tokenised; they fit the model. Collective."""
+    """Return the tokenizer, and the tokenised rows, checked against the model. Collective."""
     folder = load.resolve(config.model_name_or_path)
     tokenizer = load.load_tokenizer(folder)
     base = load.load_model_config(folder)
     load.check_trainable(base)
     load.check_max_seq_length(config.max_seq_length, load.position_limit(base, tokenizer))
     watch.stage("data")
-    with watch.first(accelerator.is_local_main_process):  # it tokenises, others find its cache
+    with watch.first(accelerator.is_local_main_process):  # it tokenises; others read its cache
         splits = load_splits(config, tokenizer, load.labels_of(base))
     refuse_other_rows(watch.all_gather({n: s.fingerprint() for n, s in splits.given.items()}))
     stores = [split.store for split in splits.given.values()]
@@ -152,7 +152,7 @@ def _load_rows(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> t
 def _graphs(
     config: TrainConfig, accelerator: Accelerator, model: Any, pad: Padding, split: Split
 ) -> Graphs:
-    """Return what runs the micro-batches: as CUDA graphs where one GPU trains a known model."""
+    """Return what runs the micro-batches: as CUDA graphs if a single GPU trains a known model."""
     alone = accelerator.device.type == "cuda" and fsdp.strategy_of(model) == "one process"
     plain = accelerator.unwrap_model(model, keep_torch_compile=False)
     plain = getattr(plain, "get_base_model", lambda: plain)()
@@ -173,8 +173,8 @@ def _warn_of_other_labels(config: TrainConfig, names: list[str], known: list[str
 
 
 def _reads_padding(model: Any, split: Split, pad: Padding) -> bool:
-    """Whether logits of some rows are others in a batch than alone, without padding: FNet's have no
-    mask, ConvBERT, CANINE and others heed theirs in some layers only.
+    """Return whether padding changes logits: whether rows in a batch get other logits than alone.
+    FNet has no attention mask; ConvBERT, CANINE and others apply theirs in some layers only.
     """
     places = np.arange(min(len(split), PROBED_ROWS))
     places = places[np.argsort(split.lengths(places), kind="stable")]
@@ -193,7 +193,7 @@ def _reads_padding(model: Any, split: Split, pad: Padding) -> bool:
                 forward(model, {name: tensor[[row], end] for name, tensor in batch.items()})
                 for row, end in enumerate(ends)
             ]
-    except Exception:  # on a CPU, where it need not run, for a warning alone
+    except Exception:  # the model may not run on a CPU; only a warning depends on it
         logger.debug("padding could not be tried", exc_info=True)
         return False
     return not torch.allclose(torch.cat(alone), together, 1e-3, 1e-3, equal_nan=True)
@@ -208,8 +208,8 @@ def _build_model(
     pad: Padding,
     num_steps: int,
 ) -> tuple[Any, list[int], Any, Any]:
-    """Return the model, prepared, how many of its parameters are frozen and trained, the optimizer,
-    prepared, and the schedule.
+    """Return the prepared model, its numbers of frozen and of trained parameters, the prepared
+    optimizer, and the schedule.
     """
     model, new_parameters = plain_model(config, accelerator.device, splits.label_names, tokenizer)
     if accelerator.num_processes > 1:
@@ -220,7 +220,7 @@ def _build_model(
             ", ".join(new_parameters),
         )
     counts = [0, 0]
-    for parameter in model.parameters():  # now: of FSDP1's, each rank sees a share only
+    for parameter in model.parameters():  # before FSDP1 leaves each rank a shard only
         counts[parameter.requires_grad] += parameter.numel()
     is_probed = accelerator.is_main_process and sum(counts) < PROBED_PARAMETERS
     if is_probed and _reads_padding(model, splits.train, pad):
@@ -241,12 +241,12 @@ def _build_model(
     fsdp.configure(accelerator, model)
     filler = collate(splits.train, np.empty(0, np.int64), pad)
     on_cpu = accelerator.device.type == "cpu" and not (is_fsdp or is_compiled())
-    if on_cpu and accelerator.scaler is None:  # its NaN would stay in rows that no batch reads
+    if on_cpu and accelerator.scaler is None:  # a scaler's NaN would stay in rows no batch reads
         is_sent = accelerator.distributed_type != DistributedType.NO
         if not is_sent or (
             dist.get_backend() == "gloo" and accelerator.gradient_accumulation_steps == 1
         ):
-            make_sparse(model)  # NCCL, MPI and DDP's sums over micro-batches want whole ones
+            make_sparse(model)  # NCCL, MPI and DDP's accumulation need dense gradients
     if accelerator.num_processes > 1 and not is_fsdp:
         idle = unreached(model, forward(model, filler))
         if idle:
@@ -261,19 +261,19 @@ def _build_model(
         fsdp.leave_embedding_sharded(model)
         allocate_state(optimizer.optimizer)
     if accelerator.num_processes > 2 and fsdp.strategy_of(model) == "DDP":
-        # It cuts the gradients into buckets anew after a first pass, and sums over three ranks and
-        # more depend on them: without one, a run that goes on would add up in another order.
+        # DDP rebuilds its gradient buckets after the first backward pass, and sums over three or
+        # more ranks depend on them. Without this pass, a resumed run would sum in another order.
         inputs = {name: value.to(accelerator.device) for name, value in filler.items()}
         forward(model, inputs).sum().backward()  # type: ignore[no-untyped-call]
-        optimizer.optimizer.zero_grad()  # accelerate's does nothing where a `fit` was cut short
-    set_seed(config.seed, device_specific=True)  # other dropout on every rank
+        optimizer.optimizer.zero_grad()  # accelerate's is a no-op if a `fit` was cut short
+    set_seed(config.seed, device_specific=True)  # different dropout on each rank
     return model, counts, optimizer, scheduler
 
 
 def _resolve_batch(
     config: TrainConfig, num_processes: int, num_rows: int
 ) -> tuple[TrainConfig, int]:
-    """Settle global batch size and accumulation steps; each follows from the other."""
+    """Resolve global batch size and accumulation steps; each follows from the other."""
     at_once, steps = config.micro_batch_size, config.gradient_accumulation_steps
     one_pass = at_once * num_processes
     size = one_pass * steps if steps else config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
@@ -294,10 +294,10 @@ def _resolve_batch(
 
 
 def _warn_of_idle_keys(config: TrainConfig, num_steps: int, steps_per_epoch: int) -> None:
-    """Warn of keys that were set and do nothing in this job."""
+    """Warn about keys that are set but have no effect in this job."""
     for _, _, words in config.idle_keys():
         logger.warning(words)
-    is_share = config.warmup_steps < 1  # which leaves one update at least
+    is_share = config.warmup_steps < 1  # a share leaves at least one update
     never = not is_share and num_steps <= round(config.warmup_steps)
     if never and config.lr_scheduler_type != "constant":
         logger.warning(

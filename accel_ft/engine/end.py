@@ -1,4 +1,4 @@
-"""The end of a run: its final model, measured, with its predictions."""
+"""The end of a run: evaluate and export the final model, and write its predictions."""
 
 import logging
 from pathlib import Path
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 def finish(run: Run) -> None:
-    """Leave the final (or best) model, and measure it on the test rows. Collective."""
+    """Export the final (or best) model, and evaluate it on the test rows. Collective."""
     run.wait_for_publication()
     if run.accelerator.is_main_process and run.num_nonfinite == 0:
-        run.prune(run.config.save_total_limit, run.protected_step)  # what a kill has left
+        run.prune(run.config.save_total_limit, run.protected_step)  # a kill may have prevented it
     run.close()
     if run.step < run.num_steps:
         best = f"{run.best['metric']} {run.best['value']:.4f}" if run.best else "none"
@@ -70,8 +70,8 @@ def finish(run: Run) -> None:
 
 
 def _leave_predictions(run: Run, logits: NDArray[np.float32], model_step: int) -> None:
-    """Measure the final model on the test rows, and write down its predictions of these and of the
-    validation rows. Collective.
+    """Evaluate the final model on the test rows, if any, and write its predictions for these and
+    for the validation rows. Collective.
     """
     found = {"validation": logits}
     if run.test_loader is not None:
@@ -85,7 +85,7 @@ def _leave_predictions(run: Run, logits: NDArray[np.float32], model_step: int) -
 
 
 def _export(run: Run, final: Path) -> None:
-    """Write the model as a Hugging Face folder, whole or not at all. Collective."""
+    """Write the model as a Hugging Face folder, atomically. Collective."""
     weights = run.accelerator.get_state_dict(run.model)
     weights = {load.plain_name(name): value for name, value in weights.items()}
     with state.all_or_none(run.watch, final):

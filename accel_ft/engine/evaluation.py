@@ -1,4 +1,4 @@
-"""A ledger: each prediction carries its place, each counts once, none may be missing."""
+"""Evaluation. Each prediction carries its sample's place: each counts once, none may be missing."""
 
 import contextlib
 import io
@@ -30,7 +30,7 @@ MISTAKES = 100
 def make_eval_loader(
     accelerator: Accelerator, split: Split, batch_size: int | None, pad: Padding
 ) -> Any:
-    """Return a prepared loader of one pass over `split`: the same batches on any ranks."""
+    """Return a prepared loader of one pass over `split`; its batches do not depend on the ranks."""
     lengths = split.lengths(np.arange(len(split), dtype=np.int64))
     batches = pad.eval_batches(lengths, batch_size, accelerator.num_processes)
     return make_loader(accelerator, Batches(split, pad, len(batches), batches.__getitem__))
@@ -43,26 +43,26 @@ def predict_split(
     loader: Any,
     before_batch: Callable[[], None] = lambda: None,
 ) -> NDArray[np.float32]:
-    """Return the logits of all samples by place, float32 [n, C], the same on every rank.
+    """Return the logits of all samples in order of place, float32 [n, C], the same on every rank.
     Collective.
 
     Args:
-        before_batch: may raise, on all ranks alike, to end it early.
+        before_batch: called before each batch; may raise, on all ranks alike, to end early.
 
     Raises:
         RuntimeError: a sample is missing or came twice.
     """
     was_training = model.training
     model.eval()
-    # FSDP2 casts by itself, in evaluation as in training.
+    # FSDP2 does its own mixed precision, in evaluation as in training; autocast is not needed.
     is_fsdp2 = any(isinstance(module, FSDPModule) for module in model.modules())
     precision = contextlib.nullcontext() if is_fsdp2 else accelerator.autocast()
     logits, places = [], []
     try:
-        with precision:  # around all of them: what autocast casts of the weights, it casts once
+        with precision:  # around the whole loop: autocast casts each weight once and caches it
             for batch in loader:
                 before_batch()
-                logits.append(forward(model, batch).clone())  # CUDA graphs write over theirs
+                logits.append(forward(model, batch).clone())  # CUDA graphs reuse their output
                 places.append(batch["places"])
     finally:
         model.train(was_training)
@@ -70,14 +70,14 @@ def predict_split(
 
     def gathered(rows: list[torch.Tensor]) -> NDArray[Any]:
         mine = torch.cat(rows)
-        rows.clear()  # many rows of many labels fill the memory
+        rows.clear()  # frees memory: many rows of many labels are large
         padded = accelerator.pad_across_processes(mine, dim=0, pad_index=-1)
         found: NDArray[Any] = accelerator.gather(padded).cpu().numpy()
         return found
 
     all_places = gathered(places)
     order = np.argsort(all_places, kind="stable")
-    order = order[all_places[order] >= 0]  # filling has the place -1
+    order = order[all_places[order] >= 0]  # place -1: padding
     wanted = len(loader.dataset.split)
     if not np.array_equal(all_places[order], np.arange(wanted)):
         raise RuntimeError(f"evaluation of {wanted} samples returned {len(order)} predictions")
@@ -98,11 +98,11 @@ def evaluate_split(
     Collective.
 
     Args:
-        tunes: of several labels, with thresholds that are tuned on these rows.
+        tunes: multi-label only: tune the thresholds on these rows first.
     """
     split: Split = loader.dataset.split
     logits = predict_split(accelerator, model, loader, before_batch)
-    from accel_ft.metrics import best_thresholds, score  # `import evaluate` is slow to come
+    from accel_ft.metrics import best_thresholds, score  # `import evaluate` is slow
 
     sick = int((~np.isfinite(logits).all(axis=1)).sum())
     if sick and accelerator.is_main_process:
@@ -115,7 +115,7 @@ def evaluate_split(
 
 
 def _unknown(scores: dict[str, Any]) -> dict[str, Any]:
-    """Metrics that say nothing: the argmax of NaN is the first label."""
+    """Return the metrics with NaN for each float: the argmax of NaN would count as label 0."""
     return {
         key: _unknown(value) if isinstance(value, dict)
         else math.nan if isinstance(value, float) else value
@@ -129,11 +129,11 @@ def write_predictions(
     logits: dict[str, NDArray[np.float32]],
     thresholds: NDArray[np.float64] | None,
 ) -> None:
-    """Leave predictions.npz: logits [n, C], labels and rows [n] of the last of some splits, those
-    of the others with the split's name before these; thresholds where there are any.
+    """Write predictions.npz: `logits` [n, C], `labels` and `rows` [n] of the last split; the same
+    of other splits, prefixed with the split's name; `thresholds`, if any.
 
     Args:
-        logits: of each split, by its name.
+        logits: of each split, by its name, in order.
     """
     *_, last = logits
     arrays: dict[str, Any] = {} if thresholds is None else {"thresholds": thresholds}
@@ -154,11 +154,11 @@ def write_mistakes(
     logits: NDArray[np.float32],
     thresholds: NDArray[np.float64] | None,
 ) -> None:
-    """Leave mistakes.jsonl: the most confident mistakes (of a regression, the largest errors) with
+    """Write mistakes.jsonl: the most confident mistakes (for a regression, the largest errors) with
     their texts.
 
     Args:
-        name: of the split the logits are of.
+        name: of the split that the logits belong to.
     """
     from accel_ft.metrics import mistakes
 
@@ -187,11 +187,11 @@ def write_mistakes(
 
 
 def _source(splits: Splits, name: str) -> Any:
-    return splits.sources.get(name) or splits.sources["train"]  # that it was cut off
+    return splits.sources.get(name) or splits.sources["train"]  # cut off the training rows
 
 
 def _labels_and_rows(splits: Splits, name: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Return the labels of a split's samples, and the numbers of their rows in the source, [n]."""
+    """Return the labels of a split's samples, and their row numbers in the source, [n]."""
     split: Split = getattr(splits, name)
     places = np.arange(len(split), dtype=np.int64)
     return split.labels(places), _source(splits, name).row_numbers(split.ids(places))

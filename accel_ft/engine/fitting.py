@@ -1,5 +1,5 @@
-"""The largest micro-batch that fits, and what a rank needs for one: measured, not tried out, since
-a rank that runs out of memory leaves the others waiting.
+"""Find the largest micro-batch that fits in memory. The need is measured, not found by trial and
+error: a rank that runs out of memory would leave the others waiting.
 """
 
 import gc
@@ -28,13 +28,13 @@ COUNTED_ROWS, MEASURED_ROWS = 1_000_000, 4
 
 
 def longest(split: Split) -> int:
-    """Return the length of the longest row, of those counted."""
+    """Return the number of tokens of the longest row, among the first `COUNTED_ROWS`."""
     known = np.arange(min(len(split.store), COUNTED_ROWS), dtype=np.int64)
     return int(split.store.lengths(known).max())
 
 
 def measured_need(accelerator: Accelerator, model: Any, split: Split, pad: Padding) -> Need:
-    """Measure a forward pass over rows as long as the longest of all, the worst that can come.
+    """Measure a forward pass over rows that are all as long as the longest, the worst case.
 
     Args:
         model: not wrapped, on its device, in training mode.
@@ -45,7 +45,8 @@ def measured_need(accelerator: Accelerator, model: Any, split: Split, pad: Paddi
 
     def loss(count: int) -> torch.Tensor:
         batch = pad([text] * count)
-        batch["attention_mask"][-1, 1:][-1:] = 0  # a mask needs memory; more might be left out
+        # One token is padding: a mask takes memory, but the model may skip more padding.
+        batch["attention_mask"][-1, 1:][-1:] = 0
         batch["labels"] = torch.from_numpy(np.repeat(label, count, axis=0))
         batch["weights"] = torch.ones(count)
         batch = {key: value.to(accelerator.device) for key, value in batch.items()}
@@ -72,13 +73,13 @@ def fit_micro_batch(
     tokenizer: Any,
     pad: Padding,
 ) -> TrainConfig:
-    """Settle per_device_train_batch_size: auto, as the most samples of a micro-batch that fit on
-    every rank; the model is loaded once more for it. Collective.
+    """Resolve per_device_train_batch_size: auto to the largest micro-batch that fits on every rank;
+    this loads the model an additional time. Collective.
 
     Raises:
-        ConfigError: not one fits.
+        ConfigError: not even one sample fits.
     """
-    capacity = min(watch.all_gather(device_bytes(accelerator.device)))  # before the model has some
+    capacity = min(watch.all_gather(device_bytes(accelerator.device)))  # before the model is loaded
     model, _ = plain_model(config, accelerator.device, splits.label_names, tokenizer)
     whole = sum(parameter.nbytes for parameter in model.parameters())
     if capacity < 2 * whole:
@@ -89,11 +90,11 @@ def fit_micro_batch(
     model.to(accelerator.device).train()
     wanted = measured_need(accelerator, model, splits.train, pad)
     del model
-    gc.collect()  # its layers stand in circles
-    torch.cuda.empty_cache()  # NCCL takes its memory from the device alone
+    gc.collect()  # its layers are in reference cycles
+    torch.cuda.empty_cache()  # NCCL allocates from the device, not from torch's cache
     usable = int(capacity * (1 - RESERVE))
     size = config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
-    rows = -(-size // accelerator.num_processes)  # of an update on a rank; more are not needed
+    rows = -(-size // accelerator.num_processes)  # per rank and update: the most that are needed
     strategy = strategy_name(accelerator), accelerator.num_processes
     found = int(min(*watch.all_gather(wanted.largest(*strategy, usable, rows)), rows))
     if found < 1:
@@ -111,8 +112,8 @@ def fit_micro_batch(
 
 
 def _earlier_micro_batch(config: TrainConfig, num_processes: int) -> int | None:
-    """What `auto` found before on as many ranks, for the run that goes on: the split into
-    micro-batches decides what dropout draws.
+    """Return what `auto` found before, if this resumes a run with as many ranks: dropout masks
+    depend on the split into micro-batches.
     """
     wanted = config.resume_from_checkpoint
     run = config.output_dir if wanted == "latest" else run_folder(wanted or "")

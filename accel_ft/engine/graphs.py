@@ -1,8 +1,8 @@
-"""A micro-batch's passes on a GPU as CUDA graphs, one for each shape of batch.
+"""Run a micro-batch's forward and backward pass on a GPU as a CUDA graph, one per batch shape.
 
 The kernels of a small model take less time than the host needs to launch them one by one, each with
-some Python before it. A graph is launched as one. It does what was recorded: the same kernels in
-the same order, so the losses, the gradients and dropout's draws of before.
+some Python before it. A graph takes a single launch. It replays the recorded kernels in their
+order, so losses, gradients and dropout masks are the same as without it.
 
 A shape is recorded when it comes for the second time: its first passes have loaded its kernels.
 """
@@ -22,18 +22,18 @@ logger = logging.getLogger(__name__)
 
 Passes = Callable[[Batch, Any], torch.Tensor]
 
-MOST = 64  # graphs: all widths up to 512 tokens
-SHARE = 1 / 3  # of the memory there is: where the run may need more, the graphs' own might not fit
+MOST = 64  # graphs: enough for all widths up to 512 tokens
+SHARE = 1 / 3  # of the device's memory: if the run may need more, graphs might not fit beside it
 
 
 class Graphs:
-    """Passes over micro-batches, recorded where there is anything to record for.
+    """Runs the passes over micro-batches, and records them unless `parameters` is empty.
 
     Args:
-        parameters: of the model, which stay where they are in memory, as do their gradients. None
-            to record nothing.
-        most_tokens: of a micro-batch, padding included.
-        adds: gradients, as an update has several micro-batches; else they are written over.
+        parameters: of the model. Graphs hold the addresses of these and of their gradients. Empty:
+            record nothing.
+        most_tokens: of the largest micro-batch, padding included.
+        adds: whether gradients accumulate over several micro-batches; else they are overwritten.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class Graphs:
         self.gradients: list[Any] = []
         self.met: set[torch.Size] = set()
         self.recorded: dict[torch.Size, tuple[Batch, Callable[[], Any], torch.Tensor]] = {}
-        self.pool: Any = None  # of memory, which they share, as they run one after the other
-        self.stream: Any = None  # that they are recorded on
+        self.pool: Any = None  # memory that all graphs share, as they run one after the other
+        self.stream: Any = None  # the stream that graphs are recorded on
 
     @property
     def are_used(self) -> bool:
@@ -54,20 +54,20 @@ class Graphs:
         return bool(self.parameters)
 
     def __call__(self, passes: Passes, batch: Batch, scale: float) -> torch.Tensor:
-        """Return the loss that `passes` gives for a micro-batch, with its gradients put in place.
+        """Run `passes` on a micro-batch: set or add its gradients, and return its loss.
 
         Args:
-            passes: forward and backward, of a batch and the factor of its loss, a number or a
-                scalar on the device. It returns the loss, detached.
+            passes: forward and backward; takes a batch and the factor of its loss, a number or a
+                scalar tensor on the device, and returns the loss, detached.
             batch: on the device.
-            scale: the factor.
+            scale: the factor of the loss.
         """
         shape = batch["input_ids"].shape
         if not self.are_used:
             return passes(batch, scale)
         gradients = [parameter.grad for parameter in self.parameters]
         if any(now is not then for now, then in zip(gradients, self.gradients, strict=False)):
-            self.recorded.clear()  # which put them elsewhere
+            self.recorded.clear()  # the graphs write to the old gradients
             self.pool = None
         if shape not in self.recorded:
             there = any(gradient is not None for gradient in gradients)
@@ -89,37 +89,38 @@ class Graphs:
         for name, tensor in inputs.items():
             tensor.fill_(scale) if name == "scale" else tensor.copy_(batch[name])
         replay()
-        return loss.clone()  # the next replay writes over it
+        return loss.clone()  # the next replay overwrites it
 
     def clear_gradients(self, optimizer: Any) -> None:
-        """Make ready for the next update."""
+        """Clear the gradients after an update; a no-op if the next pass overwrites them."""
         if self.adds:
             optimizer.zero_grad(set_to_none=not self.are_used)
 
     def _record(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], torch.Tensor]:
-        """Record what `work` does on the device; return what does it then, and its result."""
+        """Record what `work` does on the device; return a function to replay it, and its result."""
         graph = torch.cuda.CUDAGraph()
-        # torch's own is one for all: of a run that ended, it would give memory of this one's back.
+        # torch's default stream is shared by all runs of a process: one that has ended would free
+        # memory of this one.
         self.stream = self.stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        mode = "thread_local"  # the loader's pins memory meanwhile
+        mode = "thread_local"  # the loader's thread may pin memory during the capture
         with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode=mode):
             result = work()
         self.pool = graph.pool()
         return graph.replay, result
 
     def _once(self, passes: Passes, batch: Batch, scale: float) -> torch.Tensor:
-        """Do the passes, unrecorded."""
+        """Run the passes without a graph."""
         if self.adds:
             return passes(batch, scale)
         if self.recorded:
             return self._in_place(passes, batch, scale)
-        for parameter in self.parameters:  # no graph writes there yet
+        for parameter in self.parameters:  # no graph writes to these gradients yet
             parameter.grad = None
         return passes(batch, scale)
 
     def _in_place(self, passes: Passes, batch: Batch, scale: Any) -> torch.Tensor:
-        """Do the passes, and add or write all gradients in a few kernels; autograd takes one for
-        each.
+        """Run the passes, then add or copy all gradients with a few kernels; autograd would take
+        one per parameter.
         """
         held: list[Any] = [(p, p.grad) for p in self.parameters if p.grad is not None]
         for parameter, _ in held:
@@ -134,7 +135,7 @@ class Graphs:
         return loss
 
     def _is_full(self) -> bool:
-        """Return whether the longest micro-batch, which may yet come, leaves no room for more."""
+        """Return whether to record no more: `MOST` exist, or the longest batch may lack memory."""
         free, _ = torch.cuda.mem_get_info()
         held = torch.cuda.memory_reserved()
         wanted = held * self.most_tokens / max(shape.numel() for shape in self.met)
@@ -142,11 +143,11 @@ class Graphs:
 
 
 def can_record(model: Any) -> bool:
-    """Return whether a plain model's passes can be recorded: those of the kinds whose mask is made
-    by `first_token.py` ask the host for nothing, nor for its dice.
+    """Return whether a plain model's passes can be recorded: only those of the kinds whose mask
+    `first_token.py` makes, as they neither sync with the host nor use its random numbers.
 
-    transformers makes no mask where a batch has no padding, which it asks the device, and in a
-    recording always makes one: other kernels, another rounding.
+    For other kinds, transformers asks the device whether a batch has padding, and makes no mask if
+    not; during a capture it always makes one: other kernels, different rounding.
     """
     checkpoints = (getattr(part, "gradient_checkpointing", False) for part in model.modules())
     return reads_first_token(model) and not any(checkpoints)

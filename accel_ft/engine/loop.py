@@ -1,4 +1,4 @@
-"""The loop: `train` is the run, `update` one update of the weights."""
+"""The training loop: `train` is the whole run, `update` one update of the weights."""
 
 from functools import partial
 from itertools import islice
@@ -16,7 +16,7 @@ from accel_ft.model.embedding import fill_gradient
 
 
 def train(run: Run) -> None:
-    """Train from update `run.step` to the last one, then leave the final model."""
+    """Train from update `run.step` to the last one, then write the final model."""
     run.start()
     run.model.train()
     while not run.is_over:
@@ -25,7 +25,7 @@ def train(run: Run) -> None:
 
 
 def update(run: Run) -> None:
-    """Do one update, and what is due after it."""
+    """Do one update, and what is due after it: log, evaluate, save."""
     accelerator, model, optimizer = run.accelerator, run.model, run.optimizer
     if skip_if_left_out(run):
         return
@@ -38,7 +38,7 @@ def update(run: Run) -> None:
         with accelerator.accumulate(model):
             losses.append(run.graphs(partial(forward_backward, run), batch, scale))
         if accelerator.device.type == "cpu":
-            fill_gradient(model)  # the word embedding's is sparse, and AdamW wants a dense one
+            fill_gradient(model)  # the word embedding's is sparse, AdamW needs a dense one
         run.meter.padded_tokens += batch["input_ids"].numel()
     grad_norm = clip(accelerator, model, optimizer, run.config.max_grad_norm or float("inf"))
     healthy = may_step(run, losses, grad_norm)  # on every rank, before the weights move

@@ -17,7 +17,7 @@ class Meter:
     loss_weight: float = 0.0
     """Weight of all ranks' losses."""
     samples: int = 0
-    """Of all ranks, as `tokens`."""
+    """Over all ranks; so is `tokens`."""
     tokens: int = 0
     padded_tokens: int = 0
     """This rank's tokens, padding included."""
@@ -29,11 +29,11 @@ class Meter:
         self.since = time.monotonic()
 
     def pause(self, seconds: float) -> None:
-        """Leave out time in which nothing was trained."""
+        """Exclude time in which nothing was trained."""
         self.since += seconds
 
     def read(self, watch: Watch) -> dict[str, Any]:
-        """Return loss, speed and padding, over all ranks, and begin anew. Collective."""
+        """Return loss, speed and padding over all ranks, and reset the counts. Collective."""
         counted = watch.all_gather((self.loss_sum, self.padded_tokens))
         loss_sums, padded = zip(*counted, strict=True)
         seconds = time.monotonic() - self.since

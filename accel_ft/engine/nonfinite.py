@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: seen by all ranks before the weights move."""
+"""Non-finite losses and gradients: all ranks detect them before the weights change."""
 
 import logging
 import math
@@ -18,43 +18,43 @@ from accel_ft.errors import UserError, listed
 
 logger = logging.getLogger(__name__)
 
-IN_A_ROW = 10  # updates that `skip` or `rollback` put up with
+IN_A_ROW = 10  # consecutive updates that `skip` or `rollback` tolerate
 
 
 class Outcome(NamedTuple):
-    """Losses and gradient norm of an update, on their way from the device."""
+    """Losses and gradient norm of an update, possibly still being copied from the device."""
 
     step: int  # of the update, counted from 0
     values: torch.Tensor  # this rank's loss of each micro-batch, and the norm, float32
-    arrived: Any = None  # an event, when they can be read; None for now
+    arrived: Any = None  # CUDA event after which they can be read; None: at once
 
 
 def may_step(run: Run, losses: list[torch.Tensor], grad_norm: torch.Tensor) -> bool:
     """Return whether the weights may move: losses and gradients are finite on every rank.
     Collective.
 
-    On a GPU the answer of the device is read an update later, so that the host does not wait;
-    the device itself leaves the weights alone meanwhile.
+    On a GPU the host reads the result one update later, so that it does not wait for the device.
+    The device itself leaves the weights unchanged in the meantime (`found_inf`).
 
     Args:
         losses: this rank's weighted loss of each micro-batch of the update, on the device.
         grad_norm: of the whole update.
     """
     run.outcomes.append(_measure(run, losses, grad_norm))
-    # The newest one stays unread until the next update, where nothing due now needs it: a signal,
-    # of which the ranks hear below, does.
+    # If read late, the newest outcome stays unread until the next update, unless something due now
+    # needs it. That may be a stop signal, which the ranks exchange in this loop.
     while len(run.outcomes) > (1 if _is_late(run) and not run.needs_outcome() else 0):
         if _count_in_oldest(run):
             continue
         if run.outcomes[0].step == run.step or run.config.on_nonfinite != "skip":
             return False
-        handle_nonfinite(run)  # the device has skipped it: to record it
+        handle_nonfinite(run)  # the device has skipped it already; this records it
     return True
 
 
 def _count_in_oldest(run: Run) -> bool:
-    """Read the oldest outcome, and count it in; return False, and leave it, where it is not finite
-    on every rank. Here the ranks also agree on a signal to stop. Collective.
+    """Read the oldest outcome, and add it to the meter; if it is not finite on every rank, keep it
+    and return False. The ranks also agree on a stop signal here. Collective.
     """
     outcome = run.outcomes[0]
     if outcome.arrived is not None:
@@ -63,7 +63,7 @@ def _count_in_oldest(run: Run) -> bool:
     scaler, scale = run.accelerator.scaler, 1.0
     if scaler is not None and not math.isfinite(norm):
         scale = scaler.get_scale()
-    overflows = scale > 1.0  # of fp16, and no fault while the loss scale can be halved
+    overflows = scale > 1.0  # in fp16; not an error while the loss scale can be halved
     finite = all(map(math.isfinite, sums)) and (math.isfinite(norm) or overflows)
     run.stop_signal, nonfinite = run.watch.all_max(run.watch.stop_signal, int(not finite))
     run.grad_norm = norm if math.isfinite(norm) else None
@@ -86,13 +86,13 @@ def _count_in_oldest(run: Run) -> bool:
 def _is_late(run: Run) -> bool:
     """Whether outcomes are read an update later."""
     on_device = run.accelerator.device.type == "cuda" and run.accelerator.scaler is None
-    # Where parameters are offloaded the CPU makes the step, and would not wait for the answer.
+    # With offloaded parameters the CPU does the step, and would not wait for the device's result.
     return on_device and next(run.model.parameters()).device.type == "cuda"
 
 
 def _measure(run: Run, losses: list[torch.Tensor], grad_norm: torch.Tensor) -> Outcome:
-    """Collect what tells whether an update is finite; read late, the device skips a sick one."""
-    values = torch.stack([*losses, grad_norm.to(losses[0])])  # offloaded, it is on the CPU
+    """Collect losses and norm; if they are read late, have the device skip a non-finite step."""
+    values = torch.stack([*losses, grad_norm.to(losses[0])])  # with offloading it is on the CPU
     if not _is_late(run):
         return Outcome(run.step, values)
     sick = (~values.isfinite()).any().float()
@@ -104,17 +104,17 @@ def _measure(run: Run, losses: list[torch.Tensor], grad_norm: torch.Tensor) -> O
 
 
 def handle_nonfinite(run: Run) -> bool:
-    """Deal with the oldest outcome, which is not finite, as `on_nonfinite` says. Collective.
+    """Handle the oldest outcome, which is not finite, as `on_nonfinite` says. Collective.
 
     Returns:
-        True where it is skipped, False after a rollback.
+        True if the update is skipped, False after a rollback.
 
     Raises:
-        UserError: to stop, or after too many in a row.
+        UserError: `on_nonfinite` is stop, or too many updates in a row were not finite.
     """
     run.wait_for_publication()
     if run.accelerator.scaler is not None:
-        run.accelerator.scaler.update()  # its step was left out
+        run.accelerator.scaler.update()  # `optimizer.step`, which does it, was left out
     outcome = run.outcomes.popleft()
     places, losses = _nonfinite_places(run, outcome)
     source = run.splits.sources["train"]
@@ -127,7 +127,7 @@ def handle_nonfinite(run: Run) -> bool:
     message = f"update {number}: {what}; {where}"
     if policy == "stop" or run.num_nonfinite > IN_A_ROW:
         _write_event(run, "stop", number, ids, losses, run.step)
-        first = outcome.step  # the updates made when the weights were these already
+        first = outcome.step  # the weights have not changed since this many updates
         skipped = range(number - run.num_nonfinite, number)
         while first - 1 in (skipped if policy == "skip" else run.passed_over):
             first -= 1
@@ -149,22 +149,22 @@ def handle_nonfinite(run: Run) -> bool:
     logger.warning("%s: %s", message, policy)
     if policy == "rollback":
         _roll_back(run, outcome.step)
-    # One that is skipped comes again at a resume from before it; so does a rollback, where none of
-    # the checkpoints written since tells of it.
+    # A resume from before a skipped update repeats it, and `rewind` must drop its event. A
+    # rollback's event stays only if the checkpoint lists the update in `passed_over`.
     _write_event(run, policy, number, ids, losses, number if policy == "skip" else run.step)
     return policy == "skip"
 
 
 def _nonfinite_places(run: Run, outcome: Outcome) -> tuple[NDArray[np.int64], list[str]]:
-    """Places of the micro-batches whose loss is not finite, over all ranks, and these losses; the
-    whole global batch where all losses are.
+    """Return the places in the micro-batches whose loss is not finite, over all ranks, and these
+    losses; if all losses are finite, the places of the global batch, and no losses.
     """
     micro_batches = run.plan.micro_batches(outcome.step, run.num_micro_batches)
     mine = micro_batches[run.accelerator.process_index :: run.accelerator.num_processes]
     bad = [
         (places.tolist(), str(loss))
         for places, loss in zip(mine, outcome.values.tolist()[:-1], strict=True)
-        if len(places) and not math.isfinite(loss)  # filling has a weight of 0, and NaN x 0 is NaN
+        if len(places) and not math.isfinite(loss)  # an empty one has weight 0, but NaN x 0 is NaN
     ]
     told = [pair for rank in run.watch.all_gather(bad) for pair in rank]
     if not told:
@@ -181,9 +181,9 @@ def _write_event(
 
 
 def _roll_back(run: Run, sick_step: int) -> None:
-    """Load the newest sound checkpoint, and leave the present batch out from now on. Where updates
-    before it were left out already, the one before these may have spoilt the weights: then it is
-    left out too, from a checkpoint before it.
+    """Load the newest valid checkpoint, and leave the failed update's batch out from now on. If the
+    updates just before it were left out already, the last one made before those may have damaged
+    the weights: then load a checkpoint from before that one, and leave it out too.
     """
     first = sick_step
     while first - 1 in run.passed_over:
@@ -210,7 +210,7 @@ def _roll_back(run: Run, sick_step: int) -> None:
 
 
 def skip_if_left_out(run: Run) -> bool:
-    """Leave the coming update out where a rollback says so. Collective."""
+    """Skip the coming update if a rollback left it out; return whether it did. Collective."""
     run.watch.stage(f"step {run.step + 1}", can_save=True)
     if run.step not in run.passed_over:
         return False

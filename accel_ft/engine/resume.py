@@ -1,4 +1,4 @@
-"""A checkpoint -> the run as it was there, under what is asked for now."""
+"""Restore a run from a checkpoint, under the present configuration."""
 
 import logging
 import math
@@ -22,10 +22,10 @@ def resume(run: Run, folder: Path) -> list[Path]:
     """Continue from a verified checkpoint. Collective.
 
     Returns:
-        The checkpoint of the best evaluation if it is damaged: to be set aside, or it is pruned.
+        The checkpoint of the best evaluation if it is damaged; the caller must set it aside.
 
     Raises:
-        CheckpointError: it is another job's, or of a later update than this job's last.
+        CheckpointError: it is another job's, or of an update after this job's last one.
     """
     saved = state.read_trainer_state(folder)
     here = run.identity | {"mixed_precision": run.accelerator.mixed_precision}
@@ -36,7 +36,7 @@ def resume(run: Run, folder: Path) -> list[Path]:
     fresh = [{key: group[key] for key in ("initial_lr", "weight_decay")} for group in groups]
     devices = run.watch.all_gather(run.accelerator.device.index or 0)
     state.load(run.accelerator, folder, saved, run.config.seed, devices)
-    # What was recorded multiplies by the loss scale of before.
+    # Recorded graphs read the loss scale from a tensor that has been replaced.
     graphs = run.graphs
     run.graphs = Graphs(graphs.parameters, graphs.most_tokens, graphs.adds)
     for name in state.RUN_STATE:
@@ -44,8 +44,8 @@ def resume(run: Run, folder: Path) -> list[Path]:
     run.saved_step = run.step
     _set_rates(run, fresh)
     _tell_what_differs(run, saved)
-    run.logits = None  # of before a rollback
-    if run.step == run.num_steps != run.evaluated_step:  # it is the last one only now
+    run.logits = None  # from before a rollback
+    if run.step == run.num_steps != run.evaluated_step:  # the last one under a new num_steps
         run.eval_is_due = True
     lost = _forget_stale_best(run, saved["validation_data"])
     sums, rank = saved["loss_sums"], run.accelerator.process_index
@@ -58,10 +58,10 @@ def resume(run: Run, folder: Path) -> list[Path]:
 
 
 def refuse_fewer_updates(folder: Path, done: int, wanted: int) -> None:
-    """Refuse to end a run before where it is: its record would be another's.
+    """Refuse a job that ends before the updates already done: its record would not be its own.
 
     Raises:
-        CheckpointError: more updates are done than are wanted.
+        CheckpointError: more updates are done than the job has.
     """
     if done > wanted:
         raise CheckpointError(
@@ -71,10 +71,10 @@ def refuse_fewer_updates(folder: Path, done: int, wanted: int) -> None:
 
 
 def _set_rates(run: Run, fresh: list[dict[str, Any]]) -> None:
-    """Have what allow_changed lets differ, and a schedule over more updates, hold from here on.
+    """Apply the settings that allow_changed permits, and a longer schedule, from here on.
 
     Args:
-        fresh: of each parameter group, what the configuration asks for.
+        fresh: initial_lr and weight_decay of each parameter group, from the configuration.
     """
     scheduler = run.scheduler
     lambdas = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
@@ -99,19 +99,19 @@ def _tell_what_differs(run: Run, saved: dict[str, Any]) -> None:
             run.step, run.num_steps, run.step / run.plan.steps_per_epoch,
         )  # fmt: skip
     if any(here[key] != there.get(key, here[key]) for key in OF_THE_PLAN):
-        # What was left out is not what comes under its number now.
+        # The plan has changed: later numbers stand for other batches than those left out.
         run.passed_over = [step for step in run.passed_over if step < run.step]
     validation = run.splits.validation
-    if validation.store is run.splits.train.store:  # cut off them
+    if validation.store is run.splits.train.store:  # cut off the training rows
         of_starts = trained_on(run.output_dir) if is_run(run.output_dir) else ()
         validation.warn_if_trained_on(saved["identity"]["train_data"], *of_starts)
 
 
 def _forget_stale_best(run: Run, rows: str) -> list[Path]:
-    """Keep the checkpoint's best evaluation where it still says what is asked for. Collective.
+    """Forget the best evaluation if its metric, rows or checkpoint no longer hold. Collective.
 
     Args:
-        rows: that it was measured on.
+        rows: fingerprint of the validation rows that it was measured on.
 
     Returns:
         Its checkpoint if that is damaged.
@@ -119,12 +119,12 @@ def _forget_stale_best(run: Run, rows: str) -> list[Path]:
     if run.best is None:
         return []
     metric, rule = run.best["metric"], run.config.best_rule
-    is_over = run.is_over and not run.eval_is_due  # which chooses among the two
-    is_needed = run.protected_step not in (None, run.step)  # or it was just loaded
+    is_over = run.is_over and not run.eval_is_due  # a due evaluation may give a new best
+    is_needed = run.protected_step not in (None, run.step)  # run.step's was just loaded
     is_lost = is_needed and not state.is_sound(run.watch, run.best_folder())
     other_rule = metric != rule and (run.step < run.num_steps or run.eval_is_due)
     other_rows = rows != run.splits.validation.fingerprint() and not is_over
-    if is_lost and is_over and not other_rule:  # before what its end has left is removed
+    if is_lost and is_over and not other_rule:  # before the start removes model/ and reports
         raise run.best_is_lost()
     lost = [run.best_folder()] if is_lost and run.best_folder().exists() else []
     if other_rule or other_rows or is_lost:

@@ -54,11 +54,11 @@ class Run:
     plan: Plan
     num_parameters: int
     num_trained: int
-    """Of the parameters, over all ranks."""
+    """Trainable parameters, over all ranks."""
     num_steps: int
     accumulation_steps: int
     identity: dict[str, Any]
-    """What must not differ at a resume."""
+    """Settings and fingerprints that a resume compares with the checkpoint's."""
     events: EventLog
     step: int = 0
     """Updates made."""
@@ -67,27 +67,27 @@ class Run:
     best: dict[str, Any] | None = None
     """Step, metric and value of the best evaluation."""
     num_worse: int = 0
-    """Evaluations in a row that were not better by early_stopping_threshold; counted where patience
-    is asked for."""
+    """Consecutive evaluations that were not better by more than early_stopping_threshold; counted
+    only if early_stopping_patience is set."""
     stop_signal: int = 0
-    """Signal that some rank got; the same on all ranks, 0 for none."""
+    """Stop signal that some rank received; the same on all ranks, 0 for none."""
     eval_is_due: bool = False
     """Whether a signal interrupted the evaluation of this update."""
     passed_over: list[int] = field(default_factory=list)
     """Updates whose batch a rollback leaves out."""
     num_nonfinite: int = 0
-    """Updates in a row that were not finite."""
+    """Consecutive updates that were not finite."""
     newest_nonfinite: int = -1
     outcomes: deque[Any] = field(default_factory=deque)
-    """What is not known yet of the newest updates; see engine/nonfinite.py."""
+    """Losses and norms of the newest updates, not read yet; see engine/nonfinite.py."""
     grad_norm: float | None = None
-    """Of the last update over all ranks; None where it was not finite or there was none."""
+    """Of the last update over all ranks; None if it was not finite or there is none."""
     logits: NDArray[np.float32] | None = None
     """Of the newest evaluation, [n, C]."""
     evaluated_step: int = -1
     """Update of the newest evaluation."""
     thresholds: NDArray[np.float64] | None = None
-    """Of several labels, in the end: the probability from which each counts, [C]."""
+    """Multi-label, at the end: the probability from which each label counts as predicted, [C]."""
     meter: Meter = field(default_factory=Meter)
     bar: Any = None
     loader: Any = None
@@ -100,7 +100,7 @@ class Run:
     """The checkpoint that was written last, until all ranks know that it is published."""
     publisher: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     publication: Future[None] | None = None
-    """Rank 0's, of `saved`."""
+    """Publication of `saved` by the thread of `publisher`; on rank 0 only."""
 
     @property
     def is_over(self) -> bool:
@@ -124,7 +124,7 @@ class Run:
         return self.accumulation_steps * int(self.accelerator.num_processes)
 
     def start(self) -> None:
-        """Have `batches` begin with the present update's; the clock runs from here. Collective."""
+        """Start `batches` at the present update, and start the clock. Collective."""
         if self.bar is None:
             shown = self.accelerator.is_main_process
             self.bar = progress_bar(self.step, self.num_steps, shown)
@@ -144,34 +144,34 @@ class Run:
         self.batches = read(self.loader)
 
     def _leave_loader(self) -> None:
-        """End the loader's workers, before its last batch too."""
+        """End the loader's workers, even before its last batch."""
         if self.batches is not None:
             self.loader.end()
             self.batches.close()
-            # A fault of the loader's own keeps it in its traceback, with workers that heed no end.
+            # An exception of the loader holds it in a traceback, with workers that ignore signals.
             for frame, _ in traceback.walk_tb(sys.exc_info()[2]):
                 if frame.f_code.co_filename.endswith(("dataloader.py", "data_loader.py")):
-                    with contextlib.suppress(RuntimeError):  # it runs
+                    with contextlib.suppress(RuntimeError):  # the frame is still executing
                         frame.clear()
 
     def close(self) -> None:
-        """End what runs beside the loop: loader, bar, profiler, graphs, the publisher's thread."""
+        """Close what runs beside the loop: loader, bar, profiler, graphs, publisher's thread."""
         self._leave_loader()
         if self.bar is not None:
             self.bar.close()
         if self.profiler is not None:
             self.profiler.stop()
             self.profiler = None
-        self.graphs = Graphs()  # with the memory of those that there were
-        self.publisher.shutdown()  # waits for what it has begun
+        self.graphs = Graphs()  # frees the memory of the recorded ones
+        self.publisher.shutdown()  # waits for a publication in progress
 
     def global_weight(self, step: int) -> float:
         """Return the weight of update `step`'s whole global batch."""
         return float(self.splits.train.weights(self.plan.global_batch(step)).sum())
 
     def needs_outcome(self) -> bool:
-        """Return whether a log, evaluation, save, stop or left-out batch follows the update, which
-        must know whether it was finite.
+        """Return whether the outcome of this update must be known now, because a log, evaluation,
+        save, stop or left-out batch follows.
         """
         every = (self.config.logging_steps, self._eval_steps, self.config.save_steps)
         following = self.step + 1
@@ -212,16 +212,16 @@ class Run:
         """Stop after a signal; the state is saved."""
         self.wait_for_publication()
         name = signal.Signals(self.stop_signal).name
-        with contextlib.suppress(CheckpointError):  # what matters is saved
+        with contextlib.suppress(CheckpointError):  # the checkpoint, which matters, is saved
             self.events.write("preempted", step=self.step, signal=name)
-        self.watch.barrier()  # a rank that ends first has the launcher end the others
+        self.watch.barrier()  # when the first rank ends, the launcher kills the others
         raise Preempted(
             f"{name}: stopped after update {self.step} of {self.num_steps}, which is saved. "
             "Go on: the same command with --resume_from_checkpoint latest"
         )
 
     def check_stop(self) -> None:
-        """End an evaluation where a signal came; all ranks do before the same batch. Collective."""
+        """End an evaluation after a stop signal, on all ranks before the same batch. Collective."""
         (self.stop_signal,) = self.watch.all_max(self.watch.stop_signal)
         if self.stop_signal:
             if self.saved_step != self.step:
@@ -244,20 +244,20 @@ class Run:
         )
         shown = "-" if loss is None else f"{loss:.4f}"
         self.bar.set_postfix(loss=shown, refresh=False)
-        if not TERMINAL.isatty():  # a file, which has no bar
+        if not TERMINAL.isatty():  # a log file has no progress bar
             logger.info(
                 "update %d of %d: loss %s, learning rate %.3g, %.1f samples/s",
                 self.step, self.num_steps, shown, learning_rate, measured["samples_per_second"],
             )  # fmt: skip
 
     def evaluate(self) -> bool:
-        """Write an eval event; return whether it is to be kept as the best one. Collective."""
+        """Write an eval event; return whether the weights must be saved as the best. Collective."""
         self.watch.stage("eval", can_save=True)
         scores, logits = self.measure("eval", self.validation_loader)
         self.logits, self.evaluated_step = logits, self.step
         self.eval_is_due = False
         improvement = math.inf
-        (value, *_) = self.watch.all_gather(self.config.best_value(scores))  # all decide alike
+        (value, *_) = self.watch.all_gather(self.config.best_value(scores))  # rank 0 decides
         if not math.isfinite(value):
             improvement = -math.inf
         elif self.best is not None:
@@ -319,7 +319,7 @@ class Run:
         self.saved = self.publication = None
 
     def save(self) -> None:
-        """Write a checkpoint; it is published, and older ones pruned, meanwhile. Collective."""
+        """Write a checkpoint; a thread publishes it and prunes older ones. Collective."""
         self.watch.stage("save", can_save=True)
         started = time.monotonic()
         self.wait_for_publication()
@@ -342,7 +342,7 @@ class Run:
             self.accelerator, self.watch, final, trainer_state, [p for p in parts if p is not None]
         )
         self.saved, self.saved_step = final, self.step
-        # While updates are not finite, older checkpoints may be the only ones that are well.
+        # While updates are not finite, older checkpoints may be the only good ones.
         keep = None if self.num_nonfinite else self.config.save_total_limit
         if self.accelerator.is_main_process:
             self.publication = self.publisher.submit(
@@ -354,29 +354,29 @@ class Run:
 
     @property
     def protected_step(self) -> int | None:
-        """Update of the best checkpoint, where that is to be kept."""
+        """Update of the best checkpoint if that must be kept, else None."""
         return self.best["step"] if self.best and self.config.load_best_model_at_end else None
 
     def _publish(self, final: Path, keep: int | None, best: int | None) -> None:
         transaction.publish(final)
         try:
             self.prune(keep, best)
-        except (OSError, CheckpointError) as error:  # this one is whole; the next one's may do it
+        except (OSError, CheckpointError) as error:  # not fatal: the next save prunes again
             logger.warning("older checkpoints could not be removed: %s", error)
 
     def prune(self, keep: int | None, best: int | None) -> None:
-        """Remove all checkpoints but the newest `keep`, and the best. On rank 0."""
+        """Remove all checkpoints except the newest `keep` and the best. Called on rank 0."""
         self.watch.check_folder()
         published = transaction.list_published(self.checkpoints)
         if keep is not None and published:
-            # A resume or rollback to the oldest that stays needs what was the best by then; what
-            # was since is among those that stay, or the best now.
+            # A resume or rollback to the oldest one kept needs the checkpoint that was the best at
+            # that time. Any best since then is among those kept, or is `best`.
             oldest = published[-keep:][0][1]
             protected = () if best is None else (best, state.best_step(oldest))
             transaction.prune(self.checkpoints, keep, protected)
 
     def best_is_lost(self) -> CheckpointError:
-        """Return what to raise where the best model is asked for, and cannot be had any more."""
+        """Return the error to raise if the best model is asked for, but its checkpoint is lost."""
         assert self.best is not None
         return CheckpointError(
             f"{self.best_folder()}: is missing or damaged, and load_best_model_at_end wants it "
@@ -391,5 +391,5 @@ class Run:
         return transaction.checkpoint_folder(self.checkpoints, self.best["step"])
 
     def unwrapped_model(self) -> Any:
-        """The model without what DDP and compile put around it."""
+        """The model without the wrappers of DDP and compile."""
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)

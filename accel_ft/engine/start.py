@@ -1,4 +1,4 @@
-"""A run -> where it begins or goes on, and what describes it in its folder."""
+"""Start or resume a run, and write the files that describe it to its folder."""
 
 import hashlib
 import logging
@@ -25,11 +25,11 @@ ORDER_HASH_STEPS = 256
 
 
 def is_finished(run: Run) -> bool:
-    """Return whether the folder holds this very run, finished; with other rows to measure it on,
-    another choice between best and last model, or none there, its end is to be made anew.
+    """Return whether the folder holds this very run, with nothing left to do. Its end is redone for
+    other evaluation rows, another choice of best or last model, or if part of model/ is missing.
 
     Raises:
-        CheckpointError: it holds another job's, or a longer one.
+        CheckpointError: it holds another job's run, or a longer one.
     """
     config = run.config
     ends = list(read_events(run.events.path, "end"))
@@ -37,7 +37,7 @@ def is_finished(run: Run) -> bool:
         return False
     step, patience = ends[-1]["step"], config.early_stopping_patience
     if step > run.num_steps:
-        _checked_receipt(run)  # another job's: of more samples an update, or fewer rows
+        _checked_receipt(run)  # first: a larger batch or fewer rows make it another job
     refuse_fewer_updates(run.output_dir, step, run.num_steps)
     is_whole = step >= run.num_steps
     if not is_whole and (patience is None or ends[-1]["num_worse"] < patience):
@@ -45,7 +45,7 @@ def is_finished(run: Run) -> bool:
     receipt, wanted = _checked_receipt(run), _selection(config)
     chosen = receipt.get("selection", wanted)
     if not is_whole and chosen["metric"] != wanted["metric"]:
-        return False  # it was another one that got no better
+        return False  # it stopped early by another metric
     if wanted["takes_best"] and chosen["metric"] not in (None, wanted["metric"]):
         logger.warning(
             "its model was chosen by %s; no update is left to choose one by %s",
@@ -62,7 +62,7 @@ def is_finished(run: Run) -> bool:
 
 
 def _end_is_whole(run: Run, receipt: dict[str, Any]) -> bool:
-    """Whether all of model/ is there, and was measured on the rows that are given now."""
+    """Return whether model/ is complete and was evaluated on the rows that are given now."""
     rows = _fingerprints(run) | {"train": receipt["data"]["train"]}
     parts = ["config.json", "*.safetensors", "tokenizer_config.json"]
     parts += ["tokenizer.json"] * getattr(run.tokenizer, "is_fast", False)
@@ -72,7 +72,7 @@ def _end_is_whole(run: Run, receipt: dict[str, Any]) -> bool:
 
 
 def _selection(config: TrainConfig) -> dict[str, Any]:
-    """Which model is taken at the end, and by what."""
+    """Return which model is taken at the end, and by which metric."""
     picks = config.load_best_model_at_end or config.early_stopping_patience is not None
     return {
         "takes_best": config.load_best_model_at_end,
@@ -89,7 +89,7 @@ def _checked_receipt(run: Run) -> dict[str, Any]:
 
 
 def _last_start(run: Run) -> dict[str, Any]:
-    """Update and choice of model of the last start in this folder; empty where it had none."""
+    """Return update and choice of model of the last start in this folder; empty if none."""
     if not is_run(run.output_dir):
         return {}
     receipt = read_receipt(run.output_dir)
@@ -97,8 +97,8 @@ def _last_start(run: Run) -> dict[str, Any]:
 
 
 def _saved_step(run: Run) -> int:
-    """Return an update of which this folder certainly had a checkpoint, or a checkpoint it went on
-    from; 0 where there may have been none.
+    """Return the newest update that certainly had a checkpoint, in this folder or in the one it was
+    resumed from; 0 if there may have been none.
     """
     events = list(read_events(run.events.path))
     saved = sorted({event["step"] for event in events if event["event"] == "save"})
@@ -110,7 +110,7 @@ def _saved_step(run: Run) -> int:
 
 
 def _tell_of_best(run: Run, best_step: int | None) -> None:
-    """Warn where the best checkpoint was to be kept, and is not any more."""
+    """Warn if the best checkpoint was protected from pruning, and no longer is."""
     was_kept = _last_start(run).get("takes_best", False)
     is_pruned = run.config.save_total_limit and not run.config.load_best_model_at_end
     if best_step is not None and was_kept and is_pruned:
@@ -145,7 +145,7 @@ def start_or_resume(run: Run) -> None:
         if in_here:
             _tell_of_best(run, best_step)
         own = transaction.checkpoint_folder(run.checkpoints, run.step)
-        is_others = folder.resolve() != own.resolve()  # a copy, too, or one that was set aside
+        is_others = folder.resolve() != own.resolve()  # e.g. a copy, or one set aside
         logger.info("resumed from %s: %d of %d updates done", folder, run.step, run.num_steps)
     elif has_ended:
         raise CheckpointError(
@@ -167,7 +167,7 @@ def start_or_resume(run: Run) -> None:
             f"resume_from_checkpoint={wanted}: {run.checkpoints} holds later ones, up to "
             f"{later[-1].name}. Fix: another output_dir, or remove them yourself"
         )
-    run.watch.barrier()  # all have looked
+    run.watch.barrier()  # rank 0 changes the folder only after all ranks have read it
     run.trackers.start(run.config, run.step)
     _announce(run)
     if accelerator.is_main_process:
@@ -175,17 +175,17 @@ def start_or_resume(run: Run) -> None:
         transaction.set_aside([*lost, *later], "passed over")
         transaction.remove_leftovers(run.checkpoints)
         _check_space(run)
-        # First, so that it is ended no more, whenever it is killed from here on.
+        # First, so that the run no longer counts as finished, whenever it is killed from here on.
         run.events.rewind(run.step, run.eval_is_due, run.passed_over)
         _write_config_and_receipt(run)
-        transaction.remove(run.output_dir / "model")  # of an earlier end: what goes on has none yet
+        transaction.remove(run.output_dir / "model")  # of an earlier end; no longer valid
         for name in ("predictions.npz", "mistakes.jsonl", "report.html"):
             (run.output_dir / name).unlink(missing_ok=True)
         if run.step > 0:
             run.events.write("resume", step=run.step, num_processes=accelerator.num_processes)
     run.watch.barrier()
     if is_others or (run.config.on_nonfinite == "rollback" and run.step == 0):
-        run.save()  # what it can be rolled back to, or go on from
+        run.save()  # to roll back to, or to resume from
 
 
 def _announce(run: Run) -> None:
@@ -208,15 +208,15 @@ def _announce(run: Run) -> None:
 
 
 def _check_space(run: Run) -> None:
-    """Check that the disk has room for all checkpoints that will be there at once, and the model.
+    """Check that the disk has room for the checkpoints that this start adds, and the final model.
 
     Raises:
-        CheckpointError: it has not.
+        CheckpointError: it has not enough.
     """
     there = len(transaction.list_published(run.checkpoints))
     updates, per_epoch = run.num_steps - run.step, run.plan.steps_per_epoch
     wanted = checkpoint_bytes(run, run.config, updates, per_epoch, there)
-    free = shutil.disk_usage(run.checkpoints).free  # maybe a disk of its own
+    free = shutil.disk_usage(run.checkpoints).free  # may be its own mount
     if free < wanted:
         raise CheckpointError(
             f"output_dir={run.output_dir}: {free / 1e6:,.1f} MB are free on its disk, this run "
@@ -228,15 +228,15 @@ def _check_space(run: Run) -> None:
 def checkpoint_bytes(
     run: Run, config: TrainConfig, updates: int, steps_per_epoch: int, there: int = 0
 ) -> int:
-    """Return the bytes of all checkpoints that will be there at once, and of the final model.
+    """Return the bytes of the new checkpoints that will exist at once, and of the final model.
 
     Args:
-        run: whose model it is.
-        config: of the job; the doctor's runs are shorter.
-        updates: that are left.
-        there: checkpoints that are there already.
+        run: gives the sizes of the model.
+        config: of the job, not `run.config`: the doctor's runs are shorter.
+        updates: still to be made.
+        there: number of checkpoints that exist already.
     """
-    saves = math.ceil(updates / config.save_steps) + 1  # maybe one at the start
+    saves = math.ceil(updates / config.save_steps) + 1  # there may be one at the start
     if config.load_best_model_at_end:
         saves += math.ceil(updates / (config.eval_steps or steps_per_epoch))
     if config.save_total_limit is not None:  # one more while the newest is written
@@ -251,7 +251,7 @@ def _write_config_and_receipt(run: Run) -> None:
     """Write config.yaml and receipt.json."""
     config, selection = run.config, _selection(run.config)
     if selection["metric"] and run.best is not None and run.step >= run.num_steps:
-        selection["metric"] = run.best["metric"]  # no update was left to choose by another
+        selection["metric"] = run.best["metric"]  # no update is left to choose by another
     steps = range(min(run.plan.steps_per_epoch, ORDER_HASH_STEPS))
     order = b"".join(run.plan.global_batch(step).tobytes() for step in steps)
     about = {

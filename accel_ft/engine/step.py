@@ -18,7 +18,7 @@ def forward(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def unreached(model: nn.Module, logits: torch.Tensor) -> list[str]:
-    """Return the names of the trainable parameters that `logits`, with their graph, do not need."""
+    """Return the names of the trainable parameters that the graph of `logits` does not reach."""
     reached, seen, waiting = set(), set(), [logits.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -33,18 +33,18 @@ def unreached(model: nn.Module, logits: torch.Tensor) -> list[str]:
 def weighted_loss(
     logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, label_smoothing: float
 ) -> torch.Tensor:
-    """Return the sum of weight x loss over the micro-batch, a scalar with its graph: cross-entropy;
-    of several labels, the mean over the labels of each one's binary cross-entropy; of a regression,
-    the squared error.
+    """Return the sum of weight x loss over the micro-batch, a scalar with its graph. The loss is
+    cross-entropy; for multi-label rows, binary cross-entropy averaged over the labels; for a
+    regression, the squared error.
 
     The loss of an update is the sum of these over all its micro-batches, divided by the sum of all
-    its weights: a mean over the global batch, whatever the split. A mean of each micro-batch's mean
-    is not that.
+    its weights: the mean over the global batch, however that is split. The mean of the
+    micro-batches' means would depend on the split.
 
     Args:
         logits: float32 [B, C].
-        labels: int64 [B]; of several labels, float32 [B, C]; of a regression, float32 [B].
-        weights: float32 [B]; 0 for filling.
+        labels: int64 [B]; multi-label, float32 [B, C]; regression, float32 [B].
+        weights: float32 [B]; 0 for the sample of an empty micro-batch.
         label_smoothing: share of the target spread evenly over the C classes.
     """
     if not labels.is_floating_point():
