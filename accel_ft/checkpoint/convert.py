@@ -56,7 +56,7 @@ def load_any(accelerator: Accelerator, folder: Path) -> None:
     """
     scaler, has_scale = accelerator.scaler, (folder / SCALER_NAME).is_file()
     if scaler is not None:
-        # They are created again on demand; under FSDP2, accelerate asserts that they are unset.
+        # torch creates both again on demand; under FSDP2, accelerate's load needs them unset.
         scaler._scale = scaler._growth_tracker = None
         if not has_scale:  # saved without fp16
             logger.info("%s holds no loss scale: it starts anew", folder)

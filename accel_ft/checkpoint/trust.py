@@ -38,8 +38,8 @@ class _StandIn:
             raise pickle.UnpicklingError("_StorageInfo is made of arguments")
 
     def __setstate__(self, state: Any) -> None:
-        """Called by pickle's BUILD, on instances only: on a class, `self` would be missing. The
-        default also takes a pair of dicts. TensorProperties, never read here, takes a tuple.
+        """Called by pickle's BUILD, on instances only: on a class, `self` would be missing. A tuple
+        could set attributes, too; only TensorProperties, which is never read here, may take one.
         """
         if isinstance(state, dict):
             self.__dict__.update(state)
@@ -73,7 +73,7 @@ def refuse_code(folder: Path) -> None:
         CheckpointError: naming the file that may run code.
     """
     strange = [*folder.glob("custom_checkpoint_*.pkl")]  # objects registered with accelerate
-    places = [folder, *(path for path in folder.glob("*") if path.is_dir())]  # links, too
+    places = [folder, *(path for path in folder.glob("*") if path.is_dir())]  # symlinks, too
     # Metadata of a single rank, which torch reads if .metadata is missing.
     strange += [path for place in places for path in place.glob("__*.metadata")]
     for path in strange:

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def finish(run: Run) -> None:
-    """Export the final (or best) model, and evaluate it on the test rows. Collective."""
+    """Export the final (or best) model; evaluate it on validation and test rows. Collective."""
     run.wait_for_publication()
     if run.accelerator.is_main_process and run.num_nonfinite == 0:
         run.prune(run.config.save_total_limit, run.protected_step)  # a kill may have prevented it

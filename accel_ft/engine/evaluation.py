@@ -30,7 +30,7 @@ MISTAKES = 100
 def make_eval_loader(
     accelerator: Accelerator, split: Split, batch_size: int | None, pad: Padding
 ) -> Any:
-    """Return a prepared loader of one pass over `split`; its batches do not depend on the ranks."""
+    """Return a prepared loader of one pass over `split`: the same batches for any world size."""
     lengths = split.lengths(np.arange(len(split), dtype=np.int64))
     batches = pad.eval_batches(lengths, batch_size, accelerator.num_processes)
     return make_loader(accelerator, Batches(split, pad, len(batches), batches.__getitem__))

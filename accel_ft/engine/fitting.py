@@ -117,7 +117,7 @@ def _earlier_micro_batch(config: TrainConfig, num_processes: int) -> int | None:
     """
     wanted = config.resume_from_checkpoint
     run = config.output_dir if wanted == "latest" else run_folder(wanted or "")
-    if wanted is None or run is None or not is_run(run):  # killed before it had its receipt
+    if wanted is None or run is None or not is_run(run):  # killed before it wrote its receipt
         return None
     if read_receipt(run)["strategy"]["num_processes"] != num_processes:
         return None

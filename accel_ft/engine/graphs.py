@@ -99,8 +99,8 @@ class Graphs:
     def _record(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], torch.Tensor]:
         """Record what `work` does on the device; return a function to replay it, and its result."""
         graph = torch.cuda.CUDAGraph()
-        # torch's default stream is shared by all runs of a process: one that has ended would free
-        # memory of this one.
+        # torch's default capture stream is shared by all runs of a process: one that has ended
+        # would free memory of this one.
         self.stream = self.stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         mode = "thread_local"  # the loader's thread may pin memory during the capture
         with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode=mode):

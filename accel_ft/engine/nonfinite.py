@@ -33,8 +33,8 @@ def may_step(run: Run, losses: list[torch.Tensor], grad_norm: torch.Tensor) -> b
     """Return whether the weights may move: losses and gradients are finite on every rank.
     Collective.
 
-    On a GPU the host reads the result one update later, so that it does not wait for the device.
-    The device itself leaves the weights unchanged in the meantime (`found_inf`).
+    On a GPU the host reads the result one update later, so that it does not wait for the device,
+    and returns True until then; the device itself skips a non-finite step (`found_inf`).
 
     Args:
         losses: this rank's weighted loss of each micro-batch of the update, on the device.
@@ -92,7 +92,7 @@ def _is_late(run: Run) -> bool:
 
 def _measure(run: Run, losses: list[torch.Tensor], grad_norm: torch.Tensor) -> Outcome:
     """Collect losses and norm; if they are read late, have the device skip a non-finite step."""
-    values = torch.stack([*losses, grad_norm.to(losses[0])])  # with offloading it is on the CPU
+    values = torch.stack([*losses, grad_norm.to(losses[0])])  # the norm is on the CPU if offloaded
     if not _is_late(run):
         return Outcome(run.step, values)
     sick = (~values.isfinite()).any().float()

@@ -45,7 +45,7 @@ def resume(run: Run, folder: Path) -> list[Path]:
     _set_rates(run, fresh)
     _tell_what_differs(run, saved)
     run.logits = None  # from before a rollback
-    if run.step == run.num_steps != run.evaluated_step:  # the last one under a new num_steps
+    if run.step == run.num_steps != run.evaluated_step:  # the last only under a new num_steps
         run.eval_is_due = True
     lost = _forget_stale_best(run, saved["validation_data"])
     sums, rank = saved["loss_sums"], run.accelerator.process_index
@@ -58,7 +58,7 @@ def resume(run: Run, folder: Path) -> list[Path]:
 
 
 def refuse_fewer_updates(folder: Path, done: int, wanted: int) -> None:
-    """Refuse a job that ends before the updates already done: its record would not be its own.
+    """Refuse a job that ends before the updates already done: its record would be another job's.
 
     Raises:
         CheckpointError: more updates are done than the job has.

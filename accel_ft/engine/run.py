@@ -214,7 +214,7 @@ class Run:
         name = signal.Signals(self.stop_signal).name
         with contextlib.suppress(CheckpointError):  # the checkpoint, which matters, is saved
             self.events.write("preempted", step=self.step, signal=name)
-        self.watch.barrier()  # when the first rank ends, the launcher kills the others
+        self.watch.barrier()  # when the first rank ends, the launcher ends the others
         raise Preempted(
             f"{name}: stopped after update {self.step} of {self.num_steps}, which is saved. "
             "Go on: the same command with --resume_from_checkpoint latest"
@@ -257,7 +257,7 @@ class Run:
         self.logits, self.evaluated_step = logits, self.step
         self.eval_is_due = False
         improvement = math.inf
-        (value, *_) = self.watch.all_gather(self.config.best_value(scores))  # rank 0 decides
+        (value, *_) = self.watch.all_gather(self.config.best_value(scores))  # rank 0's decides
         if not math.isfinite(value):
             improvement = -math.inf
         elif self.best is not None:
