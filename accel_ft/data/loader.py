@@ -1,6 +1,6 @@
 """Places in a split -> padded tensors, through a DataLoader that Accelerate shards.
 
-Legend: B samples of a micro-batch, T tokens of its longest.
+Legend: B samples of a micro-batch, T tokens per row, padding included.
 """
 
 from collections.abc import Callable, Generator
@@ -24,13 +24,13 @@ Batch = dict[str, torch.Tensor]
 
 
 class Batches(Dataset[Batch]):
-    """Numbered micro-batches of a split.
+    """A split's micro-batches, indexed by number.
 
     Args:
-        split: where the samples come from.
-        pad: makes them a rectangle.
-        count: of micro-batches.
-        places: gives the places of micro-batch 0, 1, ...; picklable.
+        split: source of the samples.
+        pad: pads a micro-batch's rows to one width.
+        count: number of micro-batches.
+        places: maps the number of a micro-batch, from 0, to its places in the split; picklable.
     """
 
     def __init__(
@@ -46,21 +46,21 @@ class Batches(Dataset[Batch]):
 
 
 def train_places(plan: Plan, num_micro_batches: int, number: int) -> Ids:
-    """Return the places of a run's micro-batch `number`, in (step, micro step, rank) order."""
+    """Return the places of the run's micro-batch `number`, in (step, micro step, rank) order."""
     return plan.micro_batch(*divmod(number, num_micro_batches), num_micro_batches)
 
 
 class Padding:
-    """How token ids become a rectangle: pad token, side, and the widths allowed.
+    """Pads rows of token ids to one width: with the pad token, on its side, to an allowed width.
 
     Args:
         tokenizer: of the model.
-        longest: tokens of the longest row; the greatest width.
-        device: decides the widths: multiples of 8, which suit the matrix units, on an accelerator;
-            on a CPU, whose library keeps kernels of some MB for every width it has met, finer ones
-            for short rows: multiples of 2 to 32 tokens, of 4 to 64, of 8 beyond. None is below 8:
-            Funnel and CANINE, which pool neighbours, fail on less than 5.
-        few: two widths an octave only, because a new one costs a compilation.
+        longest: upper bound of the tokens in a row; the greatest width.
+        device: decides the widths. An accelerator gets multiples of 8, which suit its matrix units.
+            A CPU gets finer ones for short rows (multiples of 2 up to 32 tokens, of 4 up to 64, of
+            8 beyond), but not every one: its library caches some MB of kernels per width. The least
+            is 8: Funnel and CANINE, which pool neighbouring tokens, fail on fewer than 5.
+        few: allow only two widths per power of two, because each new width costs a compilation.
     """
 
     def __init__(
@@ -80,22 +80,22 @@ class Padding:
         self._widths = np.unique(np.minimum(steps, longest))
 
     def widths(self, lengths: NDArray[np.integer]) -> Ids:
-        """Return the least allowed width of each length [k], int64 [k]."""
+        """Return the smallest allowed width for each length [k], int64 [k]."""
         return self._widths[np.searchsorted(self._widths, lengths)]
 
     def eval_batches(
         self, lengths: NDArray[np.integer], batch_size: int | None, num_ranks: int = 1
     ) -> list[Ids]:
-        """Cut samples of these lengths into batches (see `eval_batches` in plan.py), of a size that
-        suits the device where none is asked for: fewer than usual of texts beyond 512 tokens.
+        """Cut samples of these lengths into batches; see `eval_batches` in plan.py. The default
+        batch size depends on the device, and shrinks for texts beyond 512 tokens.
         """
         widths = self.widths(lengths)
         at_once = self.eval_batch_size * 512 // max(512, int(widths.max(initial=1)))
         return eval_batches(widths, batch_size or max(at_once, 1), num_ranks)
 
     def __call__(self, rows: list[NDArray[np.int32]]) -> Batch:
-        """Pad rows of token ids [1, T], or ids and types [2, T], to attention_mask, input_ids and
-        token_type_ids, int64 [B, T].
+        """Pad rows of token ids [1, T_i], or ids and types [2, T_i], to attention_mask, input_ids
+        and, where there are types, token_type_ids, int64 [B, T].
         """
         width = int(self.widths(np.array([max(ids.shape[1] for ids in rows)]))[0])
         padded = np.zeros((1 + len(rows[0]), len(rows), width), np.int64)
@@ -113,11 +113,11 @@ class Padding:
 def collate(split: Split, places: Ids, pad: Padding) -> Batch:
     """Make the tensors of one micro-batch.
 
-    An empty one, which keeps all ranks in step, becomes an empty text with weight 0 and place -1.
+    An empty micro-batch keeps ranks in step: it becomes one empty text, weight 0 and place -1.
 
     Returns:
-        input_ids, attention_mask: int64 [B, T]; labels: as `Split.labels` has them; weights:
-            float32 [B], what a sample counts in the loss; places: int64 [B].
+        input_ids, attention_mask: int64 [B, T]; labels: as `Split.labels` returns them; weights:
+            float32 [B], the weight of each sample in the loss; places: int64 [B].
     """
     real = places if len(places) else np.zeros(1, np.int64)
     rows, labels, weights = split.tokens(real), split.labels(real), split.weights(real)
@@ -136,11 +136,11 @@ def make_loader(
 ) -> Any:
     """Return a prepared loader of `batches` from number `start` on: rank r of N gets every N-th.
 
-    A DataLoader's iterator draws a seed from torch's default generator. With one of its own, making
-    it at a resume does not shift the dropout masks.
+    By default a DataLoader's iterator draws its seed from torch's default generator. This loader
+    has its own generator, so that creating it at a resume does not shift the dropout masks.
     """
     on_gpu = accelerator.device.type == "cuda"
-    # NCCL has threads by then, which a fork may leave in the middle of something.
+    # NCCL runs threads by then; a fork copies the locks they hold, but not the threads.
     forks_badly = num_workers > 0 and on_gpu and accelerator.num_processes > 1
     loader = DataLoader(
         batches,
@@ -156,10 +156,10 @@ def make_loader(
 
 
 def read(loader: Any) -> Generator[Batch]:
-    """Yield the batches of a loader, whose workers no signal ends: an update would be lost."""
+    """Yield a loader's batches. Stop signals do not kill its workers: an update would be lost."""
     spawns = loader.multiprocessing_context is not None or get_start_method() != "fork"
     if loader.num_workers and spawns:
-        resource_tracker.ensure_running()  # which, as it starts, unblocks signals
+        resource_tracker.ensure_running()  # first: its start unblocks SIGINT and SIGTERM
     with closing(iter(loader)) as batches:
         with stop_signals_blocked():
             first = list(islice(batches, 1))  # starts the workers

@@ -1,15 +1,15 @@
 """The plan: which sample is in which global batch, at any position of a run, for any number of
 ranks.
 
-A pure function of (seed, epoch, lengths, global batch size). It knows nothing of ranks or
-processes, needs memory for one window, and finds any position by arithmetic: a resume is an index,
-not a replay.
+It is a pure function of (seed, epoch, lengths, global batch size). It does not depend on ranks or
+processes, keeps at most two windows in memory, and computes any position directly: a resume is an
+index, not a replay.
 
-Legend: n samples, G global batch size, S steps (updates) of an epoch = ceil(n / G), M micro-batches
-    of one update = ranks x accumulation steps. Epoch e shuffles 0..n-1 with a keyed permutation.
-    Its first floor(n / G) * G places are cut into windows of `WINDOW_STEPS` global batches; each
-    window is sorted by length, cut into global batches of G neighbours (little padding), and those
-    are put in a shuffled order. What is left over is the short last batch.
+Legend: n samples, G global batch size, S steps (updates) per epoch = ceil(n / G), M micro-batches
+    per update = ranks x accumulation steps. Each epoch shuffles 0..n-1 with a keyed permutation.
+    The first floor(n / G) * G places are cut into windows of `WINDOW_STEPS` global batches. Each
+    window is sorted by length and cut into global batches of G neighbours (little padding); the
+    order of these batches is shuffled. The remaining n mod G samples are the short last batch.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
 
-WINDOW_STEPS = 64  # sorted together: 64 x 32 samples leave 2 % padding, before widths are rounded
+WINDOW_STEPS = 64  # sorted together: 64 x 32 samples leave 2 % padding, before width rounding
 FEISTEL_ROUNDS = 8
 
 
@@ -43,19 +43,19 @@ def combine_key(*parts: int) -> np.uint64:
 
 
 def permute(index: Ids, size: int, key: np.uint64) -> Ids:
-    """Where a keyed random permutation of 0..size-1 sends each of `index`, without building the
+    """Map `index` through a keyed random permutation of 0..size-1, without building the whole
     permutation.
 
     Args:
         index: int64 [k], each in 0..size-1.
         size: of the permuted range, at least 1.
-        key: two keys give two unrelated permutations.
+        key: different keys give unrelated permutations.
 
     Returns:
         int64 [k].
 
-    Source: a balanced Feistel network on the next even number of bits, walked until the value falls
-        inside (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
+    Source: a balanced Feistel network on the next even number of bits, repeated until the value is
+        in range (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -79,9 +79,9 @@ class Plan:
         num_samples: n, at least 1.
         global_batch_size: G, samples of one update over all ranks.
         seed: decides every order.
-        lengths: maps sample ids [k] to their numbers of tokens [k]; an array's `__getitem__` will
-            do.
-        groups: whether an update's samples are of like length, or any.
+        lengths: maps sample ids [k] to token counts [k], for example an array's `__getitem__`.
+        groups: True groups samples of similar length into an update; False takes them in shuffled
+            order.
     """
 
     num_samples: int
@@ -93,7 +93,7 @@ class Plan:
     def __post_init__(self) -> None:
         if min(self.num_samples, self.global_batch_size) < 1:
             raise ValueError("num_samples and global_batch_size must be at least 1")
-        self.num_full_steps = self.num_samples // self.global_batch_size  # of an epoch
+        self.num_full_steps = self.num_samples // self.global_batch_size  # per epoch
         self.steps_per_epoch = -(-self.num_samples // self.global_batch_size)
         self._window = lru_cache(maxsize=2)(self._make_window)
 
@@ -116,11 +116,11 @@ class Plan:
         return self._by_length(epoch, start, self.num_samples)
 
     def micro_batches(self, step: int, num_micro_batches: int) -> list[Ids]:
-        """Split update `step` into M micro-batches of neighbouring lengths and nearly equal size,
-        some maybe empty.
+        """Split update `step` into M micro-batches of similar lengths and nearly equal size. Some
+        may be empty.
 
-        They stand in (micro step, rank) order: of N ranks, rank r takes numbers r, r + N, r + 2N,
-        ...
+        The list is in (micro step, rank) order: with N ranks, rank r takes numbers r, r + N,
+        r + 2N, ...
         """
         numbers = range(num_micro_batches)
         return [self.micro_batch(step, number, num_micro_batches) for number in numbers]
@@ -128,12 +128,12 @@ class Plan:
     def micro_batch(self, step: int, number: int, num_micro_batches: int) -> Ids:
         """Return one of an update's micro-batches, int64 [k]."""
         ids = self.global_batch(step)
-        size, rest = divmod(len(ids), num_micro_batches)  # the first `rest` have one more
+        size, rest = divmod(len(ids), num_micro_batches)  # the first `rest` get one more
         start = number * size + min(number, rest)
         return ids[start : start + size + (number < rest)]
 
     def _by_length(self, epoch: int, start: int, stop: int) -> Ids:
-        """Ids at places start..stop-1 of the epoch's permutation, sorted by length."""
+        """Return the ids at places start..stop-1 of the epoch's permutation, sorted by length."""
         places = np.arange(start, stop, dtype=np.int64)
         ids = permute(places, self.num_samples, combine_key(self.seed, epoch))
         return ids[np.argsort(self.lengths(ids), kind="stable")]
@@ -154,18 +154,18 @@ class Plan:
 
 
 def eval_batches(lengths: NDArray[np.integer], batch_size: int, multiple: int) -> list[Ids]:
-    """Cut all samples into batches of neighbouring lengths, longest first, for one pass in any
-    order.
+    """Cut all samples into batches of similar length, longest first, for one pass whose order does
+    not matter.
 
     Args:
-        lengths: tokens of each sample, padded to the widths allowed, [n].
-        batch_size: samples of a batch of the longest texts; shorter ones come in batches of as many
-            tokens.
-        multiple: empty batches are added until their number divides by it, so that all ranks run as
-            many.
+        lengths: tokens of each sample, padded to an allowed width, [n].
+        batch_size: samples in a batch of the longest texts; a batch of shorter texts holds more
+            samples, up to the same number of tokens.
+        multiple: empty batches are appended until the count is divisible by it, so that all ranks
+            run equally many.
 
     Returns:
-        list of int64 [k]; the same batches, in the same order, whatever `multiple`.
+        list of int64 [k]; `multiple` changes neither the other batches nor their order.
     """
     order = np.argsort(-lengths.astype(np.int64), kind="stable")
     budget = batch_size * int(lengths.max(initial=1))

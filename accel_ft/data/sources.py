@@ -1,8 +1,8 @@
-"""Rows as they stand in files or on the Hub: texts and labels exactly as written, each with its
-place.
+"""Reads rows from files or the Hub: texts and labels exactly as written, each with its place, such
+as "line 7".
 
-Local files are read here and not through `datasets`, whose CSV reader turns the cells `NA`, `null`
-and '' into None, merges the labels `01` and `1`, and names neither file nor line.
+Local files are read here, not through `datasets`: its CSV reader turns the cells `NA`, `null` and
+'' into None and merges the labels `01` and `1`, and its errors name neither file nor line.
 """
 
 import csv
@@ -28,16 +28,16 @@ from accel_ft.runtime.hub import fetching
 
 logger = logging.getLogger(__name__)
 
-Record = tuple[str, dict[str, Any] | str]  # where it stands ("line 7"); columns, or what is wrong
-Text = str | tuple[str, str]  # or a pair of texts
-Row = tuple[str, Text, str]  # where it stands, text, label
+Record = tuple[str, dict[str, Any] | str]  # place ("line 7"); columns, or the fault
+Text = str | tuple[str, str]  # one text, or a pair
+Row = tuple[str, Text, str]  # place, text, label
 T = TypeVar("T")
 
 COLUMN_KEYS = ("text_column", "text_pair_column", "label_column", "id_column")
-MAX_FAULTS = 10  # there reading ends
-SAVED = ("state.json", "dataset_dict.json")  # of `datasets`' save_to_disk
+MAX_FAULTS = 10  # reading stops at this many
+SAVED = ("state.json", "dataset_dict.json")  # written by `datasets`' save_to_disk
 COLUMNS_SHOWN = 40
-ABSENT = ("missing", "empty")  # cells
+ABSENT = ("missing", "empty")  # what messages call a cell without a value
 COMPRESSED = {b"\x1f\x8b": "gzip", b"PK\3\4": "zip, as Excel's", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
@@ -48,10 +48,10 @@ class Source:
     Attributes:
         name: file path or Hub name, for messages.
         fingerprint: changes whenever the content does.
-        records: starts reading; yields (place, columns).
+        records: starts reading; yields (place, columns), or (place, fault).
         label_names: names of integer labels where the source declares them.
-        path: of a local file.
-        numbers: of the rows as they stand there, where some are left out, int64 [n].
+        path: of a local file; else None.
+        numbers: row number in the data set of each labelled row, int64 [n]; None: of all rows.
     """
 
     name: str
@@ -62,24 +62,25 @@ class Source:
     numbers: NDArray[np.int64] | None = None
 
     def is_unchanged(self) -> bool:
-        """Whether a local file still holds what it did when it was opened."""
+        """Whether a local file still has the content it had when it was opened."""
         try:
             return self.path is None or sha256(self.path) == self.fingerprint
         except OSError:
             return False
 
     def row_numbers(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return where rows stand in the file or data set, from 0; ids count those with a label."""
+        """Map ids, which count labelled rows only, to row numbers in the source, from 0."""
         return ids if self.numbers is None else self.numbers[ids]
 
     def rows(self, config: DataConfig) -> Iterator[Row]:
         """Yield place, text (or pair of texts) and label of every row.
 
         Args:
-            config: names the columns, and what the label's cells mean.
+            config: names the columns, and says what label cells mean.
 
         Raises:
-            DataError: a missing column, at once; faulty rows, after the last row or the tenth.
+            DataError: a column is missing (at once), there are no rows, or some are faulty (after
+                the last row, or the tenth fault).
         """
         found = False
         for row in sound_rows(self.name, self._judged(config)):
@@ -89,7 +90,7 @@ class Source:
             raise DataError(f"{self.name}: has no rows")
 
     def _judged(self, config: DataConfig) -> Iterator[tuple[Row, str | None]]:
-        """Yield each row, and what is wrong with it."""
+        """Yield each row with its fault, or None."""
         columns_checked = False
         for place, record in self.records():
             if isinstance(record, str):
@@ -116,15 +117,15 @@ class Source:
 def sound_rows(
     name: str, judged: Iterable[tuple[T, str | None]], most: int = MAX_FAULTS
 ) -> Iterator[T]:
-    """Yield rows up to the first faulty one, and look for others.
+    """Yield rows up to the first faulty one; from there on, only collect faults.
 
     Args:
         name: of the source.
-        judged: rows, and what is wrong with each: None for nothing.
-        most: number of faults at which reading ends.
+        judged: each row with its fault; None for a sound row.
+        most: number of faults at which reading stops.
 
     Raises:
-        DataError: listing them.
+        DataError: lists the faults.
     """
     faults: list[str] = []
     try:
@@ -135,7 +136,7 @@ def sound_rows(
                     break
             elif not faults:
                 yield row
-    except DataError as error:  # here reading ends
+    except DataError as error:  # the source cannot be read any further
         if not faults:
             raise
         faults.append(str(error))
@@ -156,26 +157,26 @@ def file_source(path: Path, columns: set[str] | None = None) -> Source:
 
 
 def suffix_of(path: Path) -> str:
-    """Return the format that a file's name says."""
+    """Return the file format that the suffix of a file's name stands for."""
     return path.suffix.lower().removeprefix(".")
 
 
 def used_columns(config: Config) -> set[str]:
-    """Return the columns that the keys of a command name."""
+    """Return the columns that the keys of a command's configuration name."""
     return {str(getattr(config, key)) for key in COLUMN_KEYS if getattr(config, key, None)}
 
 
 def read_records(path: str, file_format: str, columns: set[str] | None = None) -> Iterator[Record]:
-    """Yield (place, columns) of a file, or of standard input where `path` is "-"; (place, what is
-    wrong) of a row that cannot be read.
+    """Yield (place, columns) for each row of a file, or of standard input where `path` is "-"; for
+    a row that cannot be read, (place, fault).
 
     Args:
         path: of the file.
         file_format: csv, tsv, json, jsonl, parquet, or lines (one text a line, column "text").
-        columns: of a parquet file, those to read, None for all; the others come as None.
+        columns: of a parquet file, those to read, None for all; the others get the value None.
 
     Raises:
-        DataError: naming file and line.
+        DataError: names file and line.
     """
     if file_format == "parquet":
         yield from _read_parquet(path, columns)
@@ -194,7 +195,7 @@ def read_records(path: str, file_format: str, columns: set[str] | None = None) -
 
 
 def _text_lines(file: IO[bytes], name: str) -> Iterator[tuple[int, str]]:
-    """Yield (number from 1, line) decoded from UTF-8, leading byte-order marks left off."""
+    """Yield (number from 1, line), decoded from UTF-8 without leading byte-order marks."""
     for number, raw in enumerate(file, start=1):
         for start, kind in COMPRESSED.items() if number == 1 else ():
             if raw.startswith(start):
@@ -240,7 +241,7 @@ def _read_delimited(
             yield place, fault
             continue
         if not fields:
-            continue  # a blank line is no row
+            continue  # a blank line is not a row
         if header is None:
             header = fields
             _refuse_twice(name, header)
@@ -268,7 +269,7 @@ def _other_delimiter(columns: Collection[Any]) -> str:
 
 
 def _refuse_twice(name: str, columns: list[str]) -> None:
-    """Refuse a name of two columns; those without one, of a spreadsheet, are nobody's."""
+    """Refuse duplicate column names; unnamed columns, which spreadsheets write, do not count."""
     twice = sorted({column for column in columns if column and columns.count(column) > 1})
     if twice:
         raise DataError(f"{name}: column {twice[0]!r} occurs twice")
@@ -326,12 +327,12 @@ def hub_sources(config: DataConfig, name: str, needs_train: bool = True) -> dict
     if it has them.
 
     Args:
-        config: its configuration and columns.
+        config: names its configuration, splits and columns.
         name: of the data set.
-        needs_train: whether it will not do without training rows.
+        needs_train: whether a missing training split is an error.
 
     Raises:
-        ConfigError: where it cannot be had.
+        ConfigError: the data set cannot be loaded, or lacks a split.
     """
     import datasets
 
@@ -351,7 +352,7 @@ def hub_sources(config: DataConfig, name: str, needs_train: bool = True) -> dict
         its_name = wanted or split
         is_others = wanted is None and split in named.values()
         if its_name in loaded and not is_others:
-            rows = loaded[its_name].with_format(None)  # it may be saved with one
+            rows = loaded[its_name].with_format(None)  # a saved data set may have a format set
             labelled = _labelled(rows, config.label_column)
             if len(labelled) < len(rows):
                 logger.warning(
@@ -372,8 +373,8 @@ def hub_sources(config: DataConfig, name: str, needs_train: bool = True) -> dict
 
 
 def _labelled(rows: Any, label_column: str) -> NDArray[np.int64]:
-    """The numbers of the rows that have a label: benchmarks keep those of a test split, or of rows
-    without agreement, back.
+    """Return the numbers of labelled rows: benchmarks withhold the labels of a test split, or of
+    rows without annotator agreement.
     """
     feature = rows.features.get(label_column)
     if feature is None:
@@ -382,13 +383,13 @@ def _labelled(rows: Any, label_column: str) -> NDArray[np.int64]:
     found = labels.is_valid().to_numpy()
     if getattr(feature, "dtype", "").startswith(("int", "float")):
         known = found & (labels.fill_null(-1).to_numpy() != -1)
-        if not known.any() or hasattr(feature, "names"):  # of plain numbers, -1 may well be one
+        if not known.any() or hasattr(feature, "names"):  # a plain number -1 may be a label
             found = known
     return np.flatnonzero(found)
 
 
 def _hub_source(name: str, rows: Any, labelled: NDArray[np.int64], config: DataConfig) -> Source:
-    used = used_columns(config)  # no sound or picture is decoded
+    used = used_columns(config)  # so that no audio or image column is decoded
     chosen = rows.select_columns([name for name in rows.column_names if name in used])
 
     def records() -> Iterator[Record]:
@@ -399,14 +400,14 @@ def _hub_source(name: str, rows: Any, labelled: NDArray[np.int64], config: DataC
                 yield f"row {next(numbers)}", dict(zip(batch, values, strict=True))
 
     feature = rows.features.get(config.label_column)
-    names = getattr(getattr(feature, "feature", feature), "names", None)  # of a list's elements
+    names = getattr(getattr(feature, "feature", feature), "names", None)  # or a list's elements
     label_names = tuple(names) if names else None
     return Source(name, _content_hash(chosen), records, label_names, numbers=labelled)
 
 
 def _content_hash(rows: Any) -> str:
-    """SHA-256 of the cells: `datasets`' own fingerprint is that of the code that made them, and the
-    same after the code was run on other files.
+    """Return the SHA-256 of the cells. `datasets`' own fingerprint hashes the code that made them,
+    and stays the same when that code runs on other files.
     """
     digest = hashlib.sha256()
     for batch in rows.with_format("arrow").iter(batch_size=1000):
@@ -415,10 +416,10 @@ def _content_hash(rows: Any) -> str:
 
 
 def check_columns(where: str, record: dict[str, Any], config: Config) -> None:
-    """Check a row for the columns that the keys of a command name.
+    """Check that a row has the columns that the keys of a command's configuration name.
 
     Raises:
-        DataError: naming those that it lacks, in what `where` names.
+        DataError: names the missing columns, and `where` they are missing.
     """
     wanted = {key: getattr(config, key, None) for key in COLUMN_KEYS}
     names = [cut(str(column)) for column in record]
@@ -434,15 +435,15 @@ def check_columns(where: str, record: dict[str, Any], config: Config) -> None:
 
 
 def check_first_rows(config: DataConfig) -> None:
-    """Look for the columns in the first row of each file: at once, before anything is loaded.
+    """Check the columns of each file's first row, before anything is loaded.
 
     Raises:
-        DataError: naming what is missing, of all files.
+        DataError: names the missing columns of all files.
     """
     faults = []
     for path in config.files.values():
         suffix = suffix_of(path)
-        if suffix == "json":  # it has no first row before all of it is read
+        if suffix == "json":  # its first row is known only once all of it is read
             continue
         try:
             place, first = next(read_records(str(path), suffix, used_columns(config)), ("", ""))
@@ -455,7 +456,7 @@ def check_first_rows(config: DataConfig) -> None:
 
 
 def read_text(record: dict[str, Any], column: str, pair: str | None) -> tuple[Text, str | None]:
-    """Return a row's text, or pair of texts, and what is wrong with it."""
+    """Return a row's text, or pair of texts, and its fault, or None."""
     texts = []
     for name in (column,) if pair is None else (column, pair):
         text = record.get(name)
@@ -468,7 +469,7 @@ def read_text(record: dict[str, Any], column: str, pair: str | None) -> tuple[Te
 
 
 def _show(value: Any) -> str:
-    """A value as messages show it, cut short."""
+    """Return a value as messages show it, cut short."""
     if isinstance(value, str) and not value.strip():
         return ABSENT[1]
     return ABSENT[0] if value is None else cut(json.dumps(value, default=str))

@@ -1,7 +1,7 @@
 """The job's rows: training, validation and test split, all with the same labels.
 
-A split is a range of a store's rows under a fixed random permutation: a validation split that is
-cut off and a `max_train_samples` draw cost no memory, and are the same rows in every run.
+A split is a range of a token store's rows under a fixed random permutation. A validation split cut
+off the training rows, or a `max_train_samples` draw, costs no memory and is the same in every run.
 """
 
 import logging
@@ -32,17 +32,17 @@ PROBED_TEXTS, MUCH_UNKNOWN = 1000, 0.3
 LABELS_TOLD = 20
 WHOLE = re.compile(r"-?[0-9]+\.0")
 SEPARATORS = "|;,/"
-SPLIT_KEY = combine_key(0xACCE1F7)  # fixed: other seeds train on the same rows
+SPLIT_KEY = combine_key(0xACCE1F7)  # fixed: all seeds train on the same rows
 
 
 class Split:
-    """Some rows of a store. A sample's place is its number in the split, 0..n-1; its id, its row in
-    the store.
+    """Some rows of a token store. A sample's place is its number in the split, 0..n-1; its id is
+    its row in the store.
 
     Args:
         store: all rows.
-        targets: of each of the store's label codes, as `data.targets` returns them.
-        start, stop: places in the permuted order of rows.
+        targets: target of each label code of the store, as `targets` in targets.py returns them.
+        start, stop: range in the permuted order of the store's rows.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class Split:
         return self.stop - self.start if self.repeated is None else len(self.repeated)
 
     def oversample(self) -> None:
-        """Repeat rows of rarer labels until all there are have as many; 8 bytes of memory a row."""
-        # In another order than a file's, whose first rows may be alike.
+        """Repeat rows of rarer labels until all that occur are equally frequent; 8 bytes a row."""
+        # Shuffled: a file's first rows, which the last partial repeat takes, may be alike.
         places = permute(np.arange(len(self), dtype=np.int64), len(self), SPLIT_KEY)
         labels = self.labels(places)
         by_label = [places[labels == label] for label in np.unique(labels)]
@@ -65,7 +65,7 @@ class Split:
         self.repeated = np.concatenate([np.resize(rows, most) for rows in by_label])
 
     def ids(self, places: Ids) -> Ids:
-        """Sample ids at places 0..n-1 of this split, int64 [k]."""
+        """Return the sample ids at places 0..n-1 of this split, int64 [k]."""
         if self.repeated is not None:
             places = self.repeated[places]
         if self.stop - self.start == len(self.store):
@@ -73,11 +73,11 @@ class Split:
         return permute(places + self.start, len(self.store), SPLIT_KEY)
 
     def lengths(self, places: Ids) -> NDArray[np.int64]:
-        """Numbers of tokens, int64 [k]."""
+        """Return the number of tokens of each sample, int64 [k]."""
         return self.store.lengths(self.ids(places))
 
     def labels(self, places: Ids) -> NDArray[Any]:
-        """Label ids, int64 [k]; of several, float32 [k, C]; of a regression, float32 [k]."""
+        """Return label ids, int64 [k]; multi-label, float32 [k, C]; regression, float32 [k]."""
         codes: NDArray[Any] = self.store.label_codes[self.ids(places)]
         if self.targets is None:
             return codes
@@ -85,29 +85,29 @@ class Split:
         return labels if labels.ndim == 1 else labels.astype(np.float32)
 
     def weights(self, places: Ids) -> NDArray[np.float64]:
-        """What each sample counts in the loss, float64 [k]."""
+        """Return the weight of each sample in the loss, float64 [k]."""
         if self.class_weights is None:
             return np.ones(len(places))
         weights: NDArray[np.float64] = self.class_weights[self.labels(places)]
         return weights
 
     def tokens(self, places: Ids) -> list[NDArray[np.int32]]:
-        """Token ids of each, int32 [1, T_i], or [2, T_i] with their types."""
+        """Return the token ids of each sample, int32 [1, T_i], or [2, T_i] with their types."""
         return [self.store.tokens(row) for row in self.ids(places)]
 
     def label_ids(self) -> Ids:
-        """The labels that some row has, int64 [<= C]; not for a regression."""
+        """Return the ids of the labels that occur, int64 [<= C]; not for regression."""
         labels = self.labels(np.arange(len(self), dtype=np.int64))
         return np.unique(labels if labels.ndim == 1 else labels.nonzero()[1])
 
     def fingerprint(self) -> str:
-        """What the samples are, in words: content hash and range."""
+        """Return what identifies the samples: content hash and range."""
         times = "" if self.repeated is None else f" as {len(self)}"
         return f"{self.store.fingerprint[:16]}[{self.start}:{self.stop}]{times}"
 
     def warn_if_trained_on(self, *trained: str) -> None:
-        """Warn unless rows cut off the front of a store come before those of all fingerprints
-        `trained`.
+        """Warn unless this split, cut off the front of its store, ends before the rows of every
+        fingerprint in `trained`.
         """
         for content, _, start in (fingerprint.partition("[") for fingerprint in trained):
             is_same = self.store.fingerprint.startswith(content)
@@ -122,7 +122,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Splits:
-    """The job's rows and its label names, in the order of their ids."""
+    """The job's splits, their sources, and its label names by id."""
 
     label_names: list[str]
     train: Split
@@ -132,12 +132,12 @@ class Splits:
 
     @property
     def given(self) -> dict[str, Split]:
-        """The splits that there are, by name."""
+        """The splits that exist, by name."""
         return {name: each for name, each in vars(self).items() if isinstance(each, Split)}
 
 
 def open_sources(config: DataConfig, needs_train: bool = True) -> dict[str, Source]:
-    """Find the rows of each split that is given: keys among train, validation, test."""
+    """Open the source of each split that is configured: keys among train, validation, test."""
     files = {split: file_source(path, used_columns(config)) for split, path in config.files.items()}
     if config.train_file is None and (config.dataset_name is not None or not files):
         return hub_sources(config, config.dataset_name or DEFAULT_DATASET, needs_train) | files
@@ -148,11 +148,11 @@ def load_splits(config: TrainConfig, tokenizer: Any, model_labels: Sequence[str]
     """Read, check and tokenise the training, validation and test rows of a job.
 
     Args:
-        model_labels: of a model that is a classifier already; where the rows have the same ones,
-            their order stays, so that its head goes on meaning what it meant.
+        model_labels: of a model that is already a classifier. If the rows have the same labels,
+            they keep the model's order, so that its head keeps its meaning.
 
     Raises:
-        DataError, ConfigError: for what is wrong with them.
+        DataError, ConfigError: the rows, or the keys that name them, are faulty.
     """
     sources = open_sources(config)
     stores = _tokenized(sources, config, tokenizer)
@@ -194,7 +194,7 @@ def load_splits(config: TrainConfig, tokenizer: Any, model_labels: Sequence[str]
 def _tokenized(
     sources: dict[str, Source], config: DataConfig, tokenizer: Any
 ) -> dict[str, TokenStore]:
-    """Open the store of each source; the faults of all sources are told together."""
+    """Open the token store of each source; the faults of all sources are raised together."""
     stores, faults = {}, []
     for name, source in sources.items():
         try:
@@ -224,10 +224,10 @@ def _tokenized(
 
 
 def _share_unknown(store: TokenStore, tokenizer: Any) -> float:
-    """Return which share of the first texts' tokens the tokenizer does not know."""
+    """Return the share of unknown tokens in the first texts."""
     unknown = tokenizer.unk_token_id
     marks = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.cls_token_id}
-    if unknown is None or unknown in marks:  # GPT-2's stands for all of them
+    if unknown is None or unknown in marks:  # GPT-2 has one token for all
         return 0.0
     rows = [store.tokens(place)[0] for place in range(min(len(store), PROBED_TEXTS))]
     return float((np.concatenate(rows) == unknown).mean())
@@ -237,8 +237,8 @@ def _split(stores: dict[str, TokenStore], names: list[str], config: DataConfig) 
     """Return the splits; where no validation rows are given, they are cut off the training rows.
 
     Args:
-        stores: of the rows that are given.
-        names: of the labels, by id.
+        stores: token stores of the given splits, by name.
+        names: label names, by id.
     """
     splits = {
         name: Split(store, targets(store, names, config), 0, len(store))
@@ -263,23 +263,23 @@ def count_shared_texts(train: Split, other: Split) -> int:
     ids = train.ids(np.arange(min(len(train), COMPARED_TEXTS), dtype=np.int64))
     known = train.store.text_hashes[ids]
     hashes = other.store.text_hashes[other.ids(np.arange(len(other), dtype=np.int64))]
-    return int(np.isin(hashes, known, kind="sort").sum())  # a table's range overflows in numpy 2.0
+    return int(np.isin(hashes, known, kind="sort").sum())  # "table" overflows in numpy 2.0
 
 
 def _tell_labels(train: Split, names: list[str]) -> None:
-    """Say how many training rows each label has, of a million at most, drawn at random: one that is
-    mistyped is a class of its own.
+    """Log the number of training rows of each label, among at most a million drawn at random: a
+    mistyped label shows up as a class of its own.
     """
     places = np.arange(min(len(train), COMPARED_TEXTS), dtype=np.int64)
     if len(places) < len(train):
         places = permute(places, len(train), SPLIT_KEY)
-    assert train.targets is not None  # it is no regression
+    assert train.targets is not None  # not a regression
     codes = np.bincount(train.store.label_codes[train.ids(places)], minlength=len(train.targets))
     is_one = train.targets.ndim == 1
     counts = (
         np.bincount(train.targets, codes, len(names))
         if is_one
-        else np.einsum("k,kc->c", codes, train.targets)  # `@` would make integers of the table
+        else np.einsum("k,kc->c", codes, train.targets)  # `@` would copy the table as int64
     )
     rarest = np.argsort(counts, kind="stable")
     told = listed([f"{cut(names[n])} {counts[n]:.0f}" for n in rarest], LABELS_TOLD, "; ")
@@ -301,7 +301,7 @@ def _warn_of_rare(validation: Split, names: list[str]) -> None:
 
 
 def _tell_repeats(train: Split) -> None:
-    """Say how many of the (first million) training rows repeat the text of another, and warn where
+    """Log how many of the (first million) training rows repeat the text of another row; warn if
     such a text has several labels.
     """
     ids = train.ids(np.arange(min(len(train), COMPARED_TEXTS), dtype=np.int64))
@@ -319,7 +319,7 @@ def _tell_repeats(train: Split) -> None:
 
 
 def _warn_of_separators(targets: NDArray[np.bool_], names: list[str], separator: str) -> None:
-    """Warn where each row has one label of several at most, and some look like several in one."""
+    """Warn if no row has several labels; suggest a separator if a label looks like several."""
     if targets.sum(axis=1).max(initial=0) > 1:
         return
     joined = next(((name, sign) for name in names for sign in SEPARATORS if sign in name), None)
@@ -330,8 +330,8 @@ def _warn_of_separators(targets: NDArray[np.bool_], names: list[str], separator:
 
 
 def _warn_of_look_alikes(names: list[str]) -> None:
-    """Warn of labels that differ in case, spaces, signs that nobody sees or a `.0` only, probably
-    one label, and of numbers with fractions, probably no labels.
+    """Warn of labels that differ only in case, spaces, invisible characters or a `.0` (probably one
+    label), and of numbers with fractions (probably not labels).
     """
     if are_amounts(names):
         logger.warning(
@@ -359,11 +359,11 @@ def load_eval_split(
 
     Args:
         names: label names of the model, by id.
-        wanted: "test", "validation" or None for the first there is.
+        wanted: "test", "validation" or None for the first of these that exists.
 
     Returns:
-        The split's name, the split, and whether it was cut off the training rows; the same rows as
-        in training.
+        The split's name, the split, and whether it was cut off the training rows (it then has the
+        same rows as in training).
     """
     only = wanted or ("test" if "test" in config.files else None)
     if only in config.files:  # the others, which may be large, are not needed
@@ -387,11 +387,11 @@ def class_weights(
     """Return the weight of each label in the loss, float64 [C]; None for 1 each.
 
     Args:
-        wanted: a weight each, "balanced" for n / (C x rows of the label), as scikit-learn has it,
-            or None.
+        wanted: one weight per label, "balanced" for n / (C x rows of the label), as in
+            scikit-learn, or None.
 
     Raises:
-        ConfigError: for another number of weights than labels.
+        ConfigError: the number of weights is not the number of labels.
     """
     if wanted is None:
         return None

@@ -1,6 +1,6 @@
 """What a label cell means: one label, a set of labels, or a number.
 
-Legend: K distinct cells of a source, C outputs of the model.
+Legend: K distinct label cells of a source, C outputs of the model.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from accel_ft.errors import DataError, listed, nearest
 if TYPE_CHECKING:
     from accel_ft.data.tokenize import TokenStore
 
-GREATEST = 1e18  # number, whose square still fits a float32
+GREATEST = 1e18  # bound of numbers to predict: its square still fits a float32
 INTEGER = re.compile(r"-?[0-9]{1,4000}")
 LABELS_SHOWN, FAULTS_SHOWN = 20, 10
 
 
 def output_names(store: TokenStore, config: DataConfig) -> list[str]:
-    """Return the names of the model's outputs, in the order of their ids: the source's own, or
-    integers by value, text by alphabet; of a regression, its column.
+    """Return the names of the model's outputs, by id: in the source's own order, else integers by
+    value, text alphabetically. For regression, the label column.
 
     Raises:
-        DataError: there are too few labels to tell apart.
+        DataError: there are fewer than two distinct label cells.
     """
     if config.problem_type == "regression":
         return [config.label_column]
@@ -48,26 +48,26 @@ def output_names(store: TokenStore, config: DataConfig) -> list[str]:
 
 
 def targets(store: TokenStore, names: list[str], config: DataConfig) -> NDArray[Any] | None:
-    """Return the target of each of the store's distinct label cells; None for a regression, whose
-    store holds each row's.
+    """Return the target of each of the store's distinct label cells; None for regression, whose
+    store holds the target of each row.
 
     Args:
         store: of the rows.
         names: of the outputs, by id.
-        config: tells what the cells mean.
+        config: says what the cells mean.
 
     Returns:
-        label ids, int64 [K]; of several labels, whether it has each, bool [K, C].
+        label ids, int64 [K]; multi-label: whether the cell has each label, bool [K, C].
 
     Raises:
-        DataError: for a label that is not among `names`, with its first place.
+        DataError: a label is not among `names`; gives the place of its first occurrence.
     """
     if config.problem_type == "regression":
         return None
     many = config.problem_type == "multi_label_classification"
     sets = [json.loads(label) if many else [label] for label in store.labels]
     id_of = {name: label_id for label_id, name in enumerate(names)}
-    if names == [f"LABEL_{label_id}" for label_id in range(len(names))]:  # a head without names
+    if names == [f"LABEL_{label_id}" for label_id in range(len(names))]:  # default names
         id_of |= {str(label_id): label_id for label_id in range(len(names))}
     faults = [
         (place, label)
@@ -94,16 +94,16 @@ def targets(store: TokenStore, names: list[str], config: DataConfig) -> NDArray[
 
 
 def are_amounts(names: list[str]) -> bool:
-    """Whether labels are numbers and some have fractions: probably those of a regression."""
+    """Whether all labels are numbers and some have fractions: probably regression values."""
     return all(map(_number, names)) and not all(float(name).is_integer() for name in names)
 
 
 def canonical(value: Any, config: DataConfig, names: tuple[str, ...] | None) -> str | None:
-    """Return a label cell as text, the same for the same meaning; None where it has none.
+    """Return a label cell as canonical text, equal for equal meanings; None if it is invalid.
 
     Args:
         value: of the cell.
-        config: tells what it means.
+        config: says what it means.
         names: of integer labels where the source declares them.
     """
     if config.problem_type == "regression":
@@ -118,7 +118,7 @@ def canonical(value: Any, config: DataConfig, names: tuple[str, ...] | None) -> 
     if not isinstance(value, list | tuple):
         return None
     if len(set(map(str, value))) < len(value):
-        return None  # a label twice, or a row of 0 and 1 for each label
+        return None  # a repeated label, or a multi-hot row of 0 and 1
     labels = [_label(part, names) for part in value]
     return None if None in labels else json.dumps(sorted(set(map(str, labels))))
 
@@ -134,7 +134,7 @@ def _label(value: Any, names: tuple[str, ...] | None) -> str | None:
 
 
 def is_encodable(text: str) -> bool:
-    """Whether a text holds characters alone: of JSON, it may hold half of a surrogate pair."""
+    """Whether a text can be encoded as UTF-8: from JSON, it may hold an unpaired surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -147,8 +147,8 @@ def _number(value: Any) -> str | None:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    is_number = not isinstance(value, bool) and abs(number) < GREATEST  # nor NaN
-    is_number = is_number and "_" not in str(value)  # Python's own way of writing
+    is_number = not isinstance(value, bool) and abs(number) < GREATEST  # false for NaN
+    is_number = is_number and "_" not in str(value)  # float() accepts 1_000
     return repr(number) if is_number else None
 
 
@@ -162,5 +162,5 @@ MEANT = {
 
 
 def cut(words: str) -> str:
-    """A label or value as messages show it: a wrong column may hold whole texts."""
+    """Shorten a label or value for messages: a wrong column may hold whole texts."""
     return words if len(words) <= 40 else words[:37] + "..."

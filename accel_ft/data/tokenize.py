@@ -1,13 +1,13 @@
-"""Rows -> token ids in a folder on disk, made once, found again by content, memory-mapped.
+"""Rows -> token ids in a folder on disk: made once, keyed by content, memory-mapped.
 
 A store holds, for n rows and N tokens in all:
 
     tokens.bin   int32 [N]      the rows' token ids, one after the other
-    types.bin    int8 [N]       their token types, where rows are pairs and the model wants them
+    types.bin    int8 [N]       their token types; empty if the model has none, or all would be 0
     offsets.bin  int64 [n + 1]  row i's tokens are tokens[offsets[i] : offsets[i + 1]]
-    labels.bin   int32 [n]      index into meta.json's "labels"; of a regression, float32 [n]
-    texts.bin    uint64 [n]     hash of each text, to find the same one elsewhere
-    meta.json    labels as written, in order of first occurrence, with the place of that; counts
+    labels.bin   int32 [n]      index into meta.json's "labels"; for regression, float32 [n]
+    texts.bin    uint64 [n]     hash of each text, to find duplicates
+    meta.json    distinct labels, in order of first occurrence, and the place of each; counts
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from accel_ft.runtime.files import sha256
 logger = logging.getLogger(__name__)
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")  # of a model
-FORGOTTEN_SECONDS = 24 * 3600
+FORGOTTEN_SECONDS = 24 * 3600  # until a staging folder counts as abandoned
 
 STORE_VERSION = 5  # of the layout above; part of the key
 KEYS = {
@@ -46,9 +46,10 @@ KEYS = {
     "max_seq_length",
 }  # fmt: skip
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
-WITHOUT_EFFECT = {"name_or_path", "is_local", "local_files_only", "model_max_length"}  # or its cut
+# Settings that do not change token ids; `max_seq_length` alone decides where a text is cut.
+WITHOUT_EFFECT = {"name_or_path", "is_local", "local_files_only", "model_max_length"}
 ROWS_AT_ONCE = 1000  # a fast tokenizer spreads each call over the cores
-CHARACTERS_AT_ONCE = 2_000_000  # of which it keeps some 40 bytes each, before it cuts
+CHARACTERS_AT_ONCE = 2_000_000  # it takes some 40 bytes for each before it truncates
 
 
 class TokenStore:
@@ -56,14 +57,14 @@ class TokenStore:
 
     Attributes:
         name: of the source, for messages.
-        fingerprint: of content, columns, tokenizer and cut; 64 hex digits.
-        labels: every label as written, in order of first occurrence.
-        label_places: where each label occurs first.
-        label_names: in the source's own order, where it declares one.
-        label_codes: of each row, its index in `labels`, int32 [n]; of a regression, its number,
-            float32 [n].
-        text_hashes: of each row's text, uint64 [n].
-        greatest_id: of all token ids.
+        fingerprint: hash of content, columns, tokenizer and max_seq_length; 64 hex digits.
+        labels: every distinct label cell, as `canonical` returns it, in order of first occurrence.
+        label_places: place of each label's first occurrence.
+        label_names: names that the source declares, in its order; None if it declares none.
+        label_codes: index of each row's label in `labels`, int32 [n]; for regression, each row's
+            number, float32 [n].
+        text_hashes: hash of each row's text, uint64 [n].
+        greatest_id: the greatest token id.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -102,19 +103,19 @@ class TokenStore:
 
 
 def tokenize(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
-    """Open the source's token store, making it first where there is none yet.
+    """Open the source's token store; make it first if it does not exist yet.
 
-    Safe to call from several processes: a store is made in a folder of its own and renamed when it
-        is complete.
+    Safe to call from several processes: a store is written to a staging folder of its own, and
+        published by an atomic rename.
 
     Args:
         source: rows.
-        config: names the columns, and max_seq_length, tokens a text is cut at, special ones
+        config: names the columns, and max_seq_length, to which texts are truncated, special tokens
             included.
         tokenizer: of the model.
 
     Raises:
-        DataError: for faulty rows, naming file and line.
+        DataError: rows are faulty (names file and line), or the store cannot be read or written.
     """
     identity = [
         STORE_VERSION,
@@ -122,13 +123,13 @@ def tokenize(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
         source.label_names,
         config.model_dump(mode="json", include=KEYS),
         tokenizer_fingerprint(tokenizer),
-        tokenizer.pad_token_id,  # which an empty text may become
-        *["one end"] * getattr(tokenizer, "split_special_tokens", False),  # see `token_ids`
-        source.path and source.path.suffix.lower(),  # the same bytes may be a csv and a tsv
+        tokenizer.pad_token_id,  # an empty text may become this token
+        *["one end"] * getattr(tokenizer, "split_special_tokens", False),  # see `_one_end`
+        source.path and source.path.suffix.lower(),  # the same bytes differ as csv and as tsv
     ]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
     folder = cache_folder() / key
-    was_there = os.path.exists(folder)  # else another process may make it meanwhile
+    was_there = os.path.exists(folder)  # asked first: another process may make it meanwhile
     try:
         return TokenStore(folder, source.name)
     except PermissionError as error:
@@ -136,7 +137,7 @@ def tokenize(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError) as error:
         if was_there:
             logger.warning("%s: damaged token cache, made anew (%s)", folder, error)
-            if folder.is_dir():  # another process may be at it too
+            if folder.is_dir():  # another process may be removing it too
                 shutil.rmtree(folder, ignore_errors=True)
             else:
                 folder.unlink(missing_ok=True)
@@ -146,7 +147,7 @@ def tokenize(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
     except OSError as error:
         if error.errno not in NO_ROOM and folder.parent.is_dir():
             raise
-        raise DataError(  # its disk need not be that of output_dir
+        raise DataError(  # HF_HOME and output_dir may be on different disks
             f"{source.name}: cannot be tokenised into {folder.parent}: {error}. "
             "Fix: free some room there, or HF_HOME=another folder"
         ) from error
@@ -154,28 +155,28 @@ def tokenize(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
 
 def _make_store(folder: Path, source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for old in folder.parent.glob(".making-*"):  # of killed processes
+    for old in folder.parent.glob(".making-*"):  # left by killed processes
         with contextlib.suppress(OSError):
             newest = max(path.stat().st_mtime for path in (old, *old.iterdir()))
             if time.time() - newest > FORGOTTEN_SECONDS:
                 shutil.rmtree(old)
     staging = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
     try:
-        staging.chmod(folder.parent.stat().st_mode & 0o777)  # others may read what this user may
+        staging.chmod(folder.parent.stat().st_mode & 0o777)  # mkdtemp's is private
         _write_store(staging, source, config, tokenizer)
         keep_no_truncation(tokenizer)
-        if not source.is_unchanged():  # its rows would stand under the hash of others
+        if not source.is_unchanged():  # else its rows get the hash of the old content
             raise DataError(f"{source.name}: changed while it was read. Fix: start again")
         try:
             staging.rename(folder)
         except OSError:
-            if not folder.is_dir():  # else another process was faster, with the same content
+            if not folder.is_dir():  # else another process has published the same content
                 raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     try:
         return TokenStore(folder, source.name)
-    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:  # it was there already
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:  # still damaged
         raise DataError(
             f"{folder}: damaged token cache, which cannot be made anew ({error}). Fix: have its "
             "owner remove it, or HF_HOME=a folder of your own"
@@ -192,11 +193,11 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         state = json.loads(backend.to_str())
-        state.pop("truncation"), state.pop("padding")  # those change with each call
+        state.pop("truncation"), state.pop("padding")  # each call may change these
     else:
         files: list[str] = []
         with tempfile.TemporaryDirectory() as folder, contextlib.suppress(NotImplementedError):
-            # Merges, too, in whatever files it has.
+            # Covers merges as well, whatever files the tokenizer keeps them in.
             paths = tokenizer.save_vocabulary(folder, filename_prefix=None) or ()
             files = [sha256(path) for path in sorted(map(Path, paths))]
         settings = [
@@ -205,7 +206,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
             if not (value is None or key in WITHOUT_EFFECT or key.endswith("_file"))
         ]
         state = [sorted(tokenizer.get_vocab().items()), settings, files]
-    names = sorted(tokenizer.model_input_names)  # whether pairs have types
+    names = sorted(tokenizer.model_input_names)  # whether rows have token types
     splits = getattr(tokenizer, "split_special_tokens", False)
     identity = [type(tokenizer).__name__, tokenizer.truncation_side, names, splits, state]
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
@@ -258,8 +259,8 @@ def token_ids(
     """Tokenise texts, or pairs of texts, cut at `max_seq_length` tokens, special tokens included.
 
     Returns:
-        int32 [1, T] each; where the model wants token types, and they are not all 0, [2, T]: ids
-        and types. And how many lost their end; of a slow tokenizer, how many reach the limit.
+        token ids of each text, int32 [1, T]; [2, T], ids and types, if the model uses token types
+        that are not all 0. And how many were truncated; a slow tokenizer: how many reach the limit.
     """
     arrays, num_cut, start, size = list[NDArray[np.int32]](), 0, 0, 0
     for stop, text in enumerate(texts, start=1):
@@ -277,13 +278,13 @@ def _encode(
     are_pairs = not isinstance(texts[0], str)
     columns = zip(*texts, strict=True) if are_pairs else (texts,)
     special = tokenizer.num_special_tokens_to_add(pair=are_pairs)
-    if max_seq_length <= special > 0:  # nothing of the text is left, or nothing is cut
+    if max_seq_length <= special > 0:  # would leave nothing of the text, or not truncate
         what = "a pair of texts" if are_pairs else "a text"
         raise ConfigError(
             f"max_seq_length={max_seq_length}: {what} has {special} special tokens. "
             f"Allowed: more than {special}"
         )
-    cut = {"truncation": True, "max_length": max_seq_length}  # of a pair, the longer text first
+    cut = {"truncation": True, "max_length": max_seq_length}  # a pair's longer text first
     has_own_end = getattr(tokenizer, "split_special_tokens", False)
     encoded = tokenizer(
         *map(list, columns),
@@ -293,7 +294,7 @@ def _encode(
         return_token_type_ids="token_type_ids" in tokenizer.model_input_names
         and (are_pairs or has_types_of_single_texts(tokenizer, **cut)),
     )
-    # A text without any token, under a tokenizer without special ones, becomes one pad token.
+    # A text without tokens, where the tokenizer adds no special ones, becomes one pad token.
     names = [name for name in ("input_ids", "token_type_ids") if name in encoded]
     empty = [[tokenizer.pad_token_id], [0]][: len(names)]
     rows: Any = zip(*(encoded[name] for name in names), strict=True)
@@ -306,30 +307,30 @@ def _encode(
 
 
 def _one_end(end: int, row: Sequence[list[int]], is_special: list[int]) -> Sequence[list[int]]:
-    """Leave end tokens out that are pieces of a text: T5's vocabulary has them, as in <s>10</s>."""
-    if len(is_special) != len(row[0]):  # some slow tokenizer's
+    """Drop end tokens that are pieces of the text: T5's vocabulary has </s>, as in <s>10</s>."""
+    if len(is_special) != len(row[0]):  # some slow tokenizers return another length
         return row
     kept = [special or token != end for token, special in zip(row[0], is_special, strict=True)]
     return [list(compress(part, kept)) for part in row]
 
 
 def has_types_of_single_texts(tokenizer: Any, **cut: Any) -> bool:
-    """Whether one text alone has token types that are not all 0: XLNet's and Funnel's.
+    """Whether a single text gets token types that are not all 0, as XLNet's and Funnel's do.
 
     Args:
-        cut: how texts are cut elsewhere, which a tokenizer remembers for all its threads.
+        cut: truncation of the other calls: the tokenizer keeps the last one's, for all its threads.
     """
     return any(tokenizer("", return_token_type_ids=True, **cut).get("token_type_ids", ()))
 
 
 def keep_no_truncation(tokenizer: Any) -> None:
-    """Have what is saved of it cut nothing by itself, whether it has cut texts before or not."""
+    """Reset a tokenizer's truncation, so that its saved copy truncates nothing by default."""
     if getattr(tokenizer, "backend_tokenizer", None) is not None:
         tokenizer.backend_tokenizer.no_truncation()
 
 
 def _map(path: Path, dtype: type, length: int) -> NDArray[Any]:
-    """Map a flat array; its size is checked: a cut-off file must not pass for a whole one."""
+    """Memory-map a flat array, and check its size: the file may be truncated."""
     mapped = np.memmap(path, dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
     if len(mapped) != length:
         raise ValueError(f"{path.name} has {len(mapped)} values, not {length}")
