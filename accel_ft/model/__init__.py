@@ -1,1 +1,1 @@
-"""The network and what moves its weights."""
+"""The model: loading, adapters, faster layers, optimizer, memory needs, ONNX export."""

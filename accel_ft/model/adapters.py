@@ -1,4 +1,4 @@
-"""What of a model is trained: all of it, its head, or low-rank adapters (LoRA, through peft)."""
+"""Chooses what is trained: the whole model, its head, or low-rank adapters (LoRA, through peft)."""
 
 import json
 import warnings
@@ -19,22 +19,23 @@ from accel_ft.runtime.guest import without_bars
 ADAPTER_CONFIG = "adapter_config.json"
 READ_KEYS = (
     "r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora",
-    "target_parameters", "rank_pattern", "alpha_pattern",  # which peft gives to layers of experts
+    "target_parameters", "rank_pattern", "alpha_pattern",  # set by peft for layers of experts
 )  # fmt: skip
 
 
 def choose_trained(model: Any, config: TrainConfig, new_parameters: Sequence[str] = ()) -> Any:
-    """Freeze what is not to be trained and add what is, before the optimizer is made.
+    """Freeze the encoder or add adapters, and enable gradient checkpointing, as configured. Call
+    before the optimizer is made.
 
     Args:
         model: loaded, not wrapped.
         config: of the job.
-        new_parameters: names of those that are newly initialized; they are trained in any case.
+        new_parameters: names of newly initialized parameters, which are always trained.
 
     Raises:
-        ConfigError: the model cannot do what is asked for.
+        ConfigError: the model does not support a setting.
     """
-    if config.gradient_checkpointing and config.freeze is None:  # else nothing goes back there
+    if config.gradient_checkpointing and config.freeze is None:  # no backward pass if frozen
         if not model.supports_gradient_checkpointing:
             raise ConfigError(f"gradient_checkpointing=true: {type(model).__name__} cannot")
         older = "gradient_checkpointing_enable"  # its name before transformers 5.20
@@ -72,7 +73,7 @@ def choose_trained(model: Any, config: TrainConfig, new_parameters: Sequence[str
 
 
 def _outside(model: Any) -> list[str]:
-    """Return the names of the parameters that a classifier has beside its encoder."""
+    """Return the names of the parameters that a classifier has outside its encoder."""
     if model.base_model is model:
         return []
     inside = {id(parameter) for parameter in model.base_model.parameters()}
@@ -80,14 +81,14 @@ def _outside(model: Any) -> list[str]:
 
 
 def _lora_targets(model: Any, wanted: Sequence[str], heads: set[str]) -> list[str]:
-    """Return the names, or their ends, of the layers that get adapters.
+    """Return the names, or suffixes of names, of the layers that get adapters.
 
     Args:
-        wanted: by the user; else all linear layers but those of the head.
-        heads: names of the modules that are trained whole.
+        wanted: names or suffixes set by the user; if empty, all linear layers outside the head.
+        heads: names of the modules that are trained in full.
     """
     holders = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-    shared = [  # each would get adapters of its own, and all be added to the one weight
+    shared = [  # tied: each module gets its own adapter, and merging adds all to the one weight
         name
         for name, module in model.named_modules()
         if holders[id(getattr(module, "weight", None))] > 1
@@ -96,14 +97,14 @@ def _lora_targets(model: Any, wanted: Sequence[str], heads: set[str]) -> list[st
         name
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear | Conv1D)
-        and "Router" not in type(module).__name__  # which may return more than a tensor
+        and "Router" not in type(module).__name__  # a router may return a tuple
         and name not in shared
         and not _is_head(name)
         and not any(f"{name}.".startswith(f"{head}.") for head in heads)
     ]
     every = [name for name, _ in model.named_modules()]
     ends = sorted({name.rpartition(".")[2] for name in linear})
-    for target in wanted:  # peft heeds the ends of names, and is content if one is there
+    for target in wanted:  # peft matches suffixes, and raises only if none matches
         meant = [name for name in every if f".{name}".endswith(f".{target}")]
         why = "" if meant else "no layer's name ends so"
         if several := [name for name in meant if name in shared]:
@@ -119,7 +120,7 @@ def _lora_targets(model: Any, wanted: Sequence[str], heads: set[str]) -> list[st
 
 
 def _is_head(name: str) -> bool:
-    """Whether peft trains a module whole of itself: it goes by the ends of the names."""
+    """Whether peft trains a module in full by default: it decides by the suffix of its name."""
     return any(part.endswith(("classifier", "score")) for part in name.split("."))
 
 
@@ -127,23 +128,23 @@ def _with_adapters(model: Any, key: str, **settings: Any) -> Any:
     require("lora", "LoRA", "peft")
     from peft import LoraConfig, TaskType, get_peft_model
 
-    try:  # the head is trained whole: peft knows it by the task
+    try:  # for SEQ_CLS peft trains the head in full
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what the two libraries have to say to each other
+            warnings.simplefilter("ignore")  # peft and transformers warn of each other
             made = get_peft_model(model, LoraConfig(task_type=TaskType.SEQ_CLS, **settings))
     except ValueError as error:
         raise ConfigError(f"{key}: {in_one_line(error)}") from error
-    written = made.peft_config["default"]  # by peft as a set, in another order each time
+    written = made.peft_config["default"]  # as a set its order would vary
     if isinstance(written.target_modules, set):
         written.target_modules = sorted(written.target_modules)
     return made
 
 
 def _keep_the_trained_alone(model: Any) -> None:
-    """Have the model's state hold the trained parameters only, under every strategy: checkpoints
-    stay small, and what is frozen comes from the pretrained model again.
+    """Restrict the model's state dict to trained parameters, under every strategy: checkpoints stay
+    small, and a resume takes frozen weights from the pretrained model.
     """
-    every = model.named_parameters(remove_duplicate=False)  # tied ones have a name each
+    every = model.named_parameters(remove_duplicate=False)  # all names of tied parameters
     frozen = {name for name, parameter in every if not parameter.requires_grad}
 
     def drop(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -159,7 +160,7 @@ def _keep_the_trained_alone(model: Any) -> None:
 
 
 def peft_config(model: Any) -> Any | None:
-    """Return the adapters' configuration of a model that has some."""
+    """Return a model's adapter configuration; None if it has no adapters."""
     return getattr(model, "peft_config", {}).get("default")
 
 
@@ -169,18 +170,17 @@ def merged(
     weights: dict[str, torch.Tensor],
     pretrained: dict[str, str] | None = None,
 ) -> Any:
-    """Return the classifier that a pretrained model and its adapters make together, on the CPU in
-    float32.
+    """Merge adapters into their pretrained model; return the classifier, on the CPU in float32.
 
     Args:
         model_config: of the classifier.
-        adapters: adapter_config.json, of which only what decides the arithmetic is read.
+        adapters: content of adapter_config.json; only the keys that affect the result are read.
         weights: of the adapters and the head, by name.
-        pretrained: provenance of the model that they were trained on, where that is known.
+        pretrained: provenance of the model that the adapters were trained on, if known.
 
     Raises:
-        ConfigError, CheckpointError: the pretrained model cannot be had, or is not that of the
-            adapters.
+        ConfigError, CheckpointError: the pretrained model cannot be loaded, or is not the one that
+            the adapters were trained on.
     """
     name = str(adapters["base_model_name_or_path"])
     pretrained = pretrained or {}
@@ -200,12 +200,12 @@ def merged(
                 f"{part} was {known[:12]}..., is {now[:12]}..."
             )
     with without_bars():
-        logging.set_verbosity_error()  # it would call the head random, which is put in below
+        logging.set_verbosity_error()  # it would report a random head, which is loaded below
         base, new_parameters = load.load_for_training(folder, model_config, None)
     settings = {key: adapters[key] for key in READ_KEYS if key in adapters}
     model = _with_adapters(base, ADAPTER_CONFIG, **settings)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    buffers = {name for name, _ in model.named_buffers()}  # some kinds save theirs
+    buffers = {name for name, _ in model.named_buffers()}  # some models save theirs
     saved = {name.replace(".modules_to_save.default", "") for name in weights}
     lost = {name for name in new_parameters if f"base_model.model.{name}" not in saved}
     if strange := sorted(trained ^ (weights.keys() - buffers) | lost):

@@ -1,9 +1,9 @@
-"""Dropout for training on a CPU: a mask from the bytes of 64-bit draws, eight elements a draw.
+"""Dropout for training on a CPU: masks from the bytes of 64-bit draws, eight elements a draw.
 
-Masks come from numpy's SFC64, as torch's generator takes twice as long; each layer has one of its
-own, whose seed is drawn from torch's default one: so they are reproduced and resumed with that. For
-each mask the probability is rounded to 1/256, up or down at random: on average it is what was
-asked for. What is kept is scaled by the rounded one: the mean is exact.
+Masks come from numpy's SFC64, because torch's generator takes twice as long. Each forward pass of a
+layer seeds one from torch's default generator, whose state thus reproduces and resumes the masks.
+For each mask the probability is rounded to 1/256, up or down at random, so that its mean is the one
+asked for. Kept elements are scaled for the rounded probability, so that their mean is exact.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 from accel_ft.runtime.compiled import is_compiled
 
-LEVELS = 2**8  # of a byte
-MOST = 1 - 1 / LEVELS  # the greatest probability whose masks are made here
+LEVELS = 2**8  # values of a byte
+MOST = 1 - 1 / LEVELS  # the greatest probability handled here
 
 _dropout_of_torch = F.dropout
 
@@ -29,9 +29,9 @@ def dropout(
 
     Args:
         input: any shape.
-        p: probability that an element becomes 0, rounded as said above; the others are scaled.
-        training: else they are returned as they are.
-        inplace: leaves it to torch.
+        p: probability that an element becomes 0, rounded as above; the others are scaled.
+        training: False returns the input unchanged.
+        inplace: True falls back to torch's dropout.
     """
     plain = training and not inplace and 0 < p <= MOST and input.is_floating_point()
     if not plain or input.device.type != "cpu":
@@ -46,13 +46,13 @@ def seeded() -> np.random.SFC64:
 
 
 def draw_mask(shape: torch.Size, p: float, generator: Any) -> tuple[torch.Tensor | None, float]:
-    """Return 1 for what is kept and 0 for what is dropped, uint8, and the factor that scales what
-    is kept to the mean of all. None, and 1, where nothing is dropped.
+    """Return a mask, uint8, 1 for kept and 0 for dropped elements, and the factor that scales kept
+    elements so that the mean is preserved. If nothing is dropped, None and 1.
 
     Args:
         shape: of the mask.
-        p: probability that an element is dropped, at most MOST; rounded as said above.
-        generator: `seeded`; None will do for a `p` of 0.
+        p: probability that an element is dropped, at most MOST; rounded as above.
+        generator: from `seeded`; may be None if `p` is 0.
     """
     dropped = int(p * LEVELS + (generator.random_raw() >> 40) / 2**24) if p else 0
     if not dropped:
@@ -64,8 +64,8 @@ def draw_mask(shape: torch.Size, p: float, generator: Any) -> tuple[torch.Tensor
 
 
 def apply_mask(values: torch.Tensor, kept: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """Write to `out`, and return, the values where `kept` is 1, and 0 where it is 0: a product of
-    their bits, for as numbers both would be converted first. Without `kept`, return `values`.
+    """Write `values` x `kept` to `out` and return it; without `kept`, return `values`. The values'
+    bits are multiplied as integers: a product with floats would convert both operands first.
     """
     if kept is None:
         return values
@@ -91,10 +91,10 @@ class _Dropout(torch.autograd.Function):
 
 
 def on_cpu(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Let every model's layers and attention use it while this lasts, on a CPU.
+    """Replace `torch.nn.functional.dropout` by this one inside the context, on a CPU.
 
-    They all call `torch.nn.functional.dropout`; each model's own eager attention does, too. Where
-    models are compiled torch's own stays: the compiler would fall into pieces around this one.
+    All models call that function, in their layers and in their eager attention. Compiled models
+    keep torch's own, because this one would cause graph breaks.
     """
     is_used = device.type == "cpu" and not is_compiled()
     return mock.patch.object(F, "dropout", dropout) if is_used else contextlib.nullcontext()

@@ -1,8 +1,8 @@
 """The gradient of the word embedding on a CPU: only the rows that a batch has read.
 
-torch makes a whole one for each batch: of MiniLM's 30,522 rows a batch reads about 700, and 47 MB
-are taken, zeroed and, under DDP, sent. Rows are sent in their place; the optimizer then gets a
-whole one, in memory that is kept.
+torch makes a dense gradient for each batch: of MiniLM's 30,522 rows a batch reads about 700, but
+47 MB are allocated, zeroed and, under DDP, sent. Here DDP sends only the rows read; the optimizer
+then gets a dense gradient, in a buffer that is reused.
 """
 
 import contextlib
@@ -13,15 +13,15 @@ from torch import nn
 
 
 def word_embedding(model: Any) -> Any:
-    """Return the module that a model says its tokens go in by; None where it does not say."""
+    """Return a model's `get_input_embeddings()`; None if the model does not implement it."""
     with contextlib.suppress(AttributeError, NotImplementedError):
         return model.get_input_embeddings()
     return None
 
 
 def tied_modules(model: nn.Module) -> list[str]:
-    """Return the names of the modules that hold the word embedding's weight, where it is not its
-    own alone: BART's and T5's.
+    """Return the names of all modules that hold the word embedding's weight, if it is tied, as
+    BART's and T5's is; else none.
     """
     weight = getattr(word_embedding(model), "weight", None)
     named = [(name, getattr(module, "weight", None)) for name, module in model.named_modules()]
@@ -30,7 +30,7 @@ def tied_modules(model: nn.Module) -> list[str]:
 
 
 def why_unshardable(model: Any) -> str | None:
-    """Return why accelerate's FSDP2 cannot shard a plain model; None where it can."""
+    """Return why accelerate's FSDP2 cannot shard a plain model; None if it can."""
     if tied := tied_modules(model):
         return f"its word embedding is in several places, {', '.join(tied)}"
     if not isinstance(word_embedding(model), nn.Module):
@@ -41,10 +41,9 @@ def why_unshardable(model: Any) -> str | None:
 
 
 def make_sparse(model: nn.Module) -> None:
-    """Let a model's word embedding give a sparse gradient. To be called before DDP wraps it.
+    """Make a model's word embedding produce a sparse gradient. Call before DDP wraps the model.
 
-    A frozen one stays as it is, one whose weight another module has too, and one with a forward
-    pass of its own.
+    A no-op if the embedding is frozen, its weight is tied, or it has a forward pass of its own.
     """
     embedding = word_embedding(model)
     if getattr(type(embedding), "forward", None) is not nn.Embedding.forward:
@@ -56,19 +55,19 @@ def make_sparse(model: nn.Module) -> None:
 
 
 def fill_gradient(model: nn.Module) -> None:
-    """Make the gradient whole that `make_sparse` let be sparse, after a backward pass: the same
-    numbers as ever; over several micro-batches, or ranks, to rounding. Its `filled_rows` are those
-    that are not 0; None where they are not known.
+    """Make the sparse gradient of `make_sparse` dense, after a backward pass. Its values are those
+    of torch's dense gradient; over several micro-batches or ranks, up to rounding. `filled_rows`
+    are the rows that may be nonzero; None if they are not known.
     """
     embedding: Any
     for embedding in model.modules():
         if "whole_gradient" not in vars(embedding) or embedding.weight.grad is None:
             continue
         whole, gradient = embedding.whole_gradient, embedding.weight.grad
-        if not gradient.is_sparse:  # rows of one more micro-batch have come to it
+        if not gradient.is_sparse:  # backward has added a later micro-batch to it
             whole.filled_rows = None
             continue
         rows = whole.filled_rows
         whole.zero_() if rows is None else whole.index_fill_(0, rows, 0)
-        whole.filled_rows = gradient._indices()[0].clone()  # it may be the batch itself
+        whole.filled_rows = gradient._indices()[0].clone()  # may alias the batch
         embedding.weight.grad = whole.add_(gradient)
