@@ -1,17 +1,17 @@
-"""The last layer of an encoder whose classifier reads its first token alone: of that token alone.
+"""Computes an encoder's last layer for the first token only, where the classifier reads no other.
 
-What the last layer makes of the other tokens is read by nobody, and no gradient comes from there.
-Left out, it is all but a layer less: of MiniLM's six a sixth of the work. Logits and gradients are
-the same to rounding; dropout draws fewer masks.
+Nothing reads the last layer's output for the other tokens, and no gradient comes from it. Skipping
+it saves almost a whole layer: of MiniLM's six, a sixth of the work. Logits and gradients are the
+same up to rounding; dropout draws fewer masks.
 
-Of the other tokens not even keys and values are made. A score is query x (K token), which is
-(K^T query) x token; and what the token gets, the sum of shares x (V token), is V x the sum of
-shares x token. So the matrices K and V, of each head, meet one vector a sample, where they met S.
+Without adapters, keys and values are not computed either. A score, query x (K token), equals
+(K^T query) x token. The attention output, the sum of shares x (V token), equals V x the sum of
+shares x token. So each head multiplies K and V by one vector per sample, instead of by S.
 
-All tokens see the same padding, so that a mask of one row does for all: transformers makes one of S
-rows, and has the host wait for the device to say whether any token is padding at all.
+All tokens see the same padding, so a mask of one row is enough. transformers makes S rows, and
+syncs the host with the device to find out whether any token is padding.
 
-Legend: B samples, H heads, S tokens, D hidden size.
+Legend: B samples, H heads, S tokens, D hidden size; shares are the attention weights.
 """
 
 from functools import partial
@@ -29,31 +29,31 @@ KINDS = {"bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta"}
 
 def reads_first_token(model: Any) -> bool:
     """Return whether a plain `...ForSequenceClassification` is of a kind whose classifier reads the
-    first token alone, and computes as is known here.
+    first token alone, and is configured as this module supports.
     """
     config = model.config
     return (
         config.model_type in KINDS
-        and type(model).__module__.startswith("transformers.")  # others pool as their author likes
+        and type(model).__module__.startswith("transformers.")  # custom code may pool otherwise
         and not getattr(config, "is_decoder", False)
-        and getattr(config, "chunk_size_feed_forward", 0) <= 1  # of which one token is no multiple
+        and getattr(config, "chunk_size_feed_forward", 0) <= 1  # else 1 token is no multiple of it
         and config.num_hidden_layers >= 1
         and config._attn_implementation in ("eager", "sdpa")
     )
 
 
 def compute_first_token_only(model: Any, last_alone: bool = False) -> None:
-    """Let the last layer of a classifier compute the first token alone, where it reads no other.
-    Its last hidden states are [B, 1, D] then. Where attention is eager, as on a CPU that trains,
-    its other layers do as `layer.py` says, and hand on [N, D], without padding; elsewhere they do
-    as `fused_qkv_attention` says.
+    """Make a classifier's last layer compute the first token only, if the head reads no other. The
+    last hidden states are then [B, 1, D]. With eager attention, as in training on a CPU, the
+    other layers use `use_fused_layer` and pass on [N, D], without padding; with SDPA they use
+    `fused_qkv_attention`.
 
-    To be called once, before anything wraps the model.
+    Call once, before anything wraps the model.
 
     Args:
         model: a plain one.
-        last_alone: leave the other layers as their class has them: compiled layer by layer, one
-            does for all.
+        last_alone: leave the other layers unchanged, for FSDP, and for compiling layer by layer,
+            where one compilation then serves them all.
     """
     if not reads_first_token(model):
         return
@@ -67,14 +67,14 @@ def compute_first_token_only(model: Any, last_alone: bool = False) -> None:
             others = attention_of(layer)
             others.forward = partial(fused_qkv_attention, others)
     attention = attention_of(layers[-1])
-    attention.forward = partial(first_token_attention, attention)  # a method would not be unpickled
+    attention.forward = partial(first_token_attention, attention)  # a method would not unpickle
     layers[-1].register_forward_pre_hook(_first_token, with_kwargs=True)
     base.register_forward_pre_hook(_one_row, with_kwargs=True)
 
 
 def _one_row(base: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Make the mask [B, S] one that transformers takes as it is, [B, 1, 1, S]: bool for SDPA, to be
-    added for eager attention.
+    """Expand the mask [B, S] to [B, 1, 1, S], which transformers uses unchanged: bool for SDPA,
+    additive for eager attention.
     """
     mask = kwargs.get("attention_mask")
     if mask is not None and mask.ndim == 2:
@@ -87,8 +87,8 @@ def _one_row(base: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[st
 
 
 def _first_token(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Give a layer the first token; the others only through `first_token_attention`, to which it
-    passes what it does not know.
+    """Give a layer the first token only. All tokens are a keyword argument, which the layer passes
+    on, unused, to `first_token_attention`.
     """
     tokens, *others = args
     tokens = unpacked(layer, tokens, others[0] if others else kwargs.get("attention_mask"))
@@ -103,20 +103,20 @@ def first_token_attention(
     all_tokens: torch.Tensor,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The forward pass of the last layer's module of self-attention.
+    """Forward pass of the last layer's self-attention module.
 
     Args:
         self: the module.
-        token: that asks, [B, 1, D].
-        attention_mask: added to the scores, or bool, what may be seen; [B, 1, 1, S], or with a row
-            for each token.
-        all_tokens: that are asked, [B, S, D].
+        token: the query token, [B, 1, D].
+        attention_mask: added to the scores, or bool, True for tokens to attend to; [B, 1, 1, S], or
+            with one row per token.
+        all_tokens: the tokens attended to, [B, S, D].
 
     Returns:
-        What the module returns: [B, 1, D], and the weights, [B, H, 1, S].
+        What the module returns: output, [B, 1, D], and attention weights, [B, H, 1, S].
     """
     device, size = token.device.type, self.attention_head_size
-    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):  # once, for all products
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):  # once for all
         all_tokens = all_tokens.to(torch.get_autocast_dtype(device))
     query, key, value = projections(self)
     has_adapters = type(key) is not nn.Linear or type(value) is not nn.Linear
@@ -128,13 +128,13 @@ def first_token_attention(
         asks = (asked @ key.weight.view(of_head)).transpose(0, 1)  # [B, H, D]
         scores = asks @ all_tokens.mT  # [B, H, S]
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    if not has_adapters:  # the same for all tokens: softmax takes it away, its gradient is 0
+    if not has_adapters:  # equal for all tokens: softmax cancels it, its gradient is 0
         scores = scores + (asked @ key.bias.view(-1, size, 1)).transpose(0, 1)
     scores = scores * self.scaling
     if attention_mask is not None:
         mask, least = attention_mask[:, :, 0], torch.finfo(scores.dtype).min
         scores = scores.masked_fill(~mask, least) if mask.dtype == torch.bool else scores + mask
-        scores = scores.clamp(min=least)  # a mask in 16 bits may have come to -inf
+        scores = scores.clamp(min=least)  # a 16-bit mask may hold -inf
     shares = F.dropout(scores.softmax(-1), self.dropout.p, self.training)  # [B, H, S]
     drawn = shares.to(all_tokens.dtype)
     if has_adapters:
@@ -153,20 +153,21 @@ def fused_qkv_attention(
     *others: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The forward pass of another layer's module of self-attention: query, key and value in one
-    product. Autocast casts the tokens once, where it keeps a copy for each of three products; one
-    adds up their gradient, where three were cast back and added.
+    """Forward pass of the other layers' self-attention module: query, key and value in one product.
+    Autocast then casts and saves the tokens once, not once for each of three products. Backward
+    computes their gradient in one product, instead of casting back and adding three.
 
     Args:
         self: the module.
         tokens: [B, S, D].
-        attention_mask: bool, what may be seen; of a shape that broadcasts to [B, H, S, S].
-        others: for the class alone, which computes where there are adapters, or another attention
-            is asked for since.
+        attention_mask: bool, True for tokens to attend to; of a shape that broadcasts to
+            [B, H, S, S].
+        others: only for the class's own forward pass, which runs if there are adapters, or if the
+            attention implementation has been changed since.
         kwargs: for the attention.
 
     Returns:
-        What the module returns: [B, S, D], and the weights, if they are asked for.
+        What the module returns: output, [B, S, D], and attention weights, if requested.
     """
     modules = projections(self)
     is_plain = all(type(module) is nn.Linear for module in modules)

@@ -1,12 +1,13 @@
-"""A layer of an encoder as BERT has it, forward and backward in one piece, on a CPU.
+"""A BERT encoder layer as one autograd function, forward and backward, for a CPU.
 
-A CPU that trains waits for its memory as much as for its products. Autograd takes a layer apart
-into some forty passes, each of which reads and writes tensors that no cache holds any more. Here
-the layer is one function, which keeps less, scales, drops and adds where it passes anyway, and
-writes gradients over what is not needed any more. The products are the same, and so are output and
-gradients, to rounding; residuals and norms stay in float32 under autocast, as they are there.
+Training on a CPU is bound by memory as much as by matrix products. Autograd splits a layer into
+some forty passes, each over tensors that have left the cache. Here the layer is one function: it
+saves less, fuses scaling, dropout and addition into other passes, and writes gradients over
+buffers that are no longer needed. It computes the same products, and the same output and gradients
+up to rounding. Under autocast, residuals and norms stay in float32, as they do in torch's layers.
 
-Legend: B samples, H heads, S tokens, D hidden size, N = B x S.
+Legend: B samples, H heads, S tokens, D hidden size, N = B x S or, packed, fewer; shares are the
+    attention weights; d_x is the gradient of x.
 """
 
 from functools import partial
@@ -20,24 +21,24 @@ from torch.distributed.tensor import DTensor
 from accel_ft.model.dropout import MOST, apply_mask, draw_mask, seeded
 from accel_ft.model.packing import Packing, pack, packing, unpack
 
-VECTOR = 32  # 16-bit floats; torch's softmax takes what is left of a row's keys one by one
-FEWEST_TURNED = 256  # columns of a matrix, from which `_turned` pays
+VECTOR = 32  # 16-bit floats; torch's softmax takes the remainder of a row's keys one by one
+FEWEST_TURNED = 256  # columns of a matrix from which `_turned` pays off
 HAS_AMX = hasattr(torch.cpu, "get_capabilities") and torch.cpu.get_capabilities().get("amx_bf16")
 
 
 class Settings(NamedTuple):
-    """Of a layer, what is no tensor."""
+    """The arguments of a layer's forward pass that are not tensors."""
 
-    kind: torch.dtype  # of the products
+    kind: torch.dtype  # of the matrix products
     size: int  # of a head
     scaling: float  # of the scores
     eps: tuple[float, ...]  # of the two norms
-    dropouts: list[float]  # of the shares, of what attention gives, and of the rest
-    packed: Packing | None  # what the tokens are; None: [B, S, D]
+    dropouts: list[float]  # of shares, attention output and feed-forward output
+    packed: Packing | None  # of tokens [N, D]; None: they are [B, S, D]
 
 
 def attention_of(layer: Any) -> Any:
-    """Return a layer's module of self-attention."""
+    """Return a layer's self-attention module."""
     return getattr(layer.attention, "self", layer.attention)
 
 
@@ -49,9 +50,9 @@ def projections(attention: Any) -> list[Any]:
 
 
 def layer_parts(layer: Any) -> tuple[list[Any], Any, list[float]]:
-    """Return what has parameters in a layer (query, key, value, out, wide, narrow, and the two
-    norms), its activation, and the probabilities of dropout: of the shares, of what attention
-    gives, and of what comes after it.
+    """Return a layer's modules with parameters (query, key, value, out, wide, narrow, and the two
+    norms), its activation, and its dropout probabilities: of shares, attention output and
+    feed-forward output.
     """
     attention = attention_of(layer)
     if hasattr(layer, "ffn"):  # DistilBERT's
@@ -70,18 +71,18 @@ def layer_parts(layer: Any) -> tuple[list[Any], Any, list[float]]:
 
 
 def use_fused_layer(layer: Any, packs: bool = False) -> None:
-    """Let a layer compute as `forward` does. To be called before anything wraps the model.
+    """Replace a layer's forward pass by `forward`. Call before anything wraps the model.
 
     Args:
         layer: of BERT's or DistilBERT's shape.
-        packs: of padding nothing is read but the first token of a text, so that the layer may leave
-            it out: it then returns [N, D], for another layer that packs, or for `unpacked`.
+        packs: whether the layer may drop padding, because nothing reads it but, if it is padding, a
+            text's first token. It then returns [N, D], for a layer that packs, or for `unpacked`.
     """
-    layer.forward = partial(forward, layer, packs)  # a method would not be unpickled
+    layer.forward = partial(forward, layer, packs)  # a method would not unpickle
 
 
 def packing_of(layer: Any, attention_mask: torch.Tensor | None) -> Packing | None:
-    """Return what of a batch's tokens a layer that packs takes."""
+    """Return a batch's packing, for a layer that packs; None if it would save nothing."""
     has_version = attention_mask is not None and not attention_mask.is_inference()
     version = attention_mask._version if has_version else 0  # type: ignore[union-attr]
     return packing(attention_mask, attention_of(layer).config.num_attention_heads, version)
@@ -92,7 +93,7 @@ def unpacked(layer: Any, tokens: torch.Tensor, attention_mask: torch.Tensor | No
     if tokens.ndim == 3:
         return tokens
     packed = packing_of(layer, attention_mask)
-    assert packed is not None  # as it was for the layer that packed them
+    assert packed is not None  # nor was it for the layer that packed them
     return unpack(tokens, packed)
 
 
@@ -104,14 +105,14 @@ def forward(
     *others: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """The forward pass of a layer, in one piece where it can be; else as its class has it: on a
-    GPU, compiled, with adapters, another activation than GELU, or if its weights are asked for.
+    """Forward pass of a layer, fused if possible. Otherwise the class's own one runs: on a GPU, if
+    compiled, with adapters, without GELU, or if attention weights are requested, for example.
 
     Args:
         layer, packs: see `use_fused_layer`.
         tokens: [B, S, D]; [N, D] from another layer that packs.
         attention_mask: added to the scores, of a shape that broadcasts to [B, H, S, S].
-        others: for the class alone, as `kwargs` are.
+        others: only for the class's own forward pass, as `kwargs` are.
 
     Returns:
         [B, S, D], or [N, D].
@@ -127,19 +128,19 @@ def forward(
         or max(dropouts) > MOST
         or kwargs.get("output_attentions")
         or attention.config.output_attentions
-        or attention.config._attn_implementation != "eager"  # asked for since
-        or any(isinstance(module.weight, DTensor) for module in modules)  # a part is FSDP2's unit
+        or attention.config._attn_implementation != "eager"  # changed since
+        or any(isinstance(module.weight, DTensor) for module in modules)  # a part is an FSDP2 unit
     ):
         tokens = unpacked(layer, tokens, attention_mask)
         return type(layer).forward(layer, tokens, attention_mask, *others, **kwargs)  # type: ignore[no-any-return]
     packed = packing_of(layer, attention_mask) if packs else None
     if packed and tokens.ndim == 3:
-        packed = packed if packed.batch == tokens.shape[:2] else None  # one row for all texts
+        packed = packed if packed.batch == tokens.shape[:2] else None  # one mask row for all texts
         tokens = pack(tokens, packed) if packed else tokens
     kind = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else tokens.dtype
     if attention_mask is not None:
         least = max(torch.finfo(each).min for each in (kind, attention_mask.dtype))
-        attention_mask = attention_mask.clamp(min=least)  # float32's would be -inf in bfloat16
+        attention_mask = attention_mask.clamp(min=least)  # float32's min is -inf in bfloat16
     eps = (modules[6].eps, modules[7].eps)
     settings = Settings(
         kind, attention.attention_head_size, attention.scaling, eps, dropouts, packed
@@ -201,14 +202,14 @@ class _Layer(torch.autograd.Function):
             *cast, *norm, *last,
         )  # fmt: skip
         whole: torch.Tensor = torch.ops.aten._unsafe_view(result, tokens.shape)
-        return whole  # FSDP2 warns of a view
+        return whole  # not a view, of which FSDP2 warns
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         to, shape, kind = ctx.settings, ctx.shape, ctx.settings.kind
         scale_shares, scale_given, scale_narrow = ctx.scales
-        saved = ctx.saved_tensors  # once: gradient checkpointing computes them anew
+        saved = ctx.saved_tensors  # read once: gradient checkpointing recomputes them
         x, query, key, value, shares, kept_shares, got, y, before, after = saved[:10]
         w_q, w_k, w_v, w_out, w_wide, w_narrow = saved[10:16]
         norm, last = saved[16:22], saved[22:]
@@ -260,8 +261,8 @@ def _together(heads: torch.Tensor, shape: torch.Size, to: Settings) -> torch.Ten
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return a x b x scale, of matrices or of [B x H] each, rounded once."""
-    product = a.new_empty((*a.shape[:-1], b.shape[-1]))  # not in place torch copies first
+    """Return a @ b x scale, of matrices or of batches [B x H] of matrices, rounded once."""
+    product = a.new_empty((*a.shape[:-1], b.shape[-1]))  # out of place, torch copies it first
     add = product.addmm_ if a.ndim == 2 else product.baddbmm_
     return add(a, b, beta=0, alpha=scale)
 
@@ -275,12 +276,12 @@ def _add_norm(
     bias: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...], float]:
-    """Return the norm of residual + dropout(given), [N, D], what its backward pass needs, and
-    dropout's factor.
+    """Return the norm of residual + dropout(given), [N, D], the tensors that its backward pass
+    needs, and dropout's factor.
     """
     kept, factor = draw_mask(given.shape, p, generator)
     given = apply_mask(given, kept, given)
-    given = given.to(residual.dtype)  # torch would, too, and take other memory for the sum
+    given = given.to(residual.dtype)  # `add` would convert too, but not reuse the memory
     total = torch.add(residual, given, alpha=factor, out=given)
     normed, mean, scale = torch.native_layer_norm(total, total.shape[1:], weight, bias, eps)
     return normed, (total, mean, scale, kept, weight, bias), factor
@@ -296,7 +297,7 @@ def _add_norm_backward(
     weight: torch.Tensor,
     bias: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of residual, of given but for dropout's factor, of weight and bias."""
+    """Return the gradients of residual, given (without dropout's factor), weight and bias."""
     d_total, d_weight, d_bias = torch.ops.aten.native_layer_norm_backward(
         gradient, total, total.shape[1:], mean, scale, weight, bias, [True, True, True]
     )
@@ -308,17 +309,17 @@ def _add_norm_backward(
 def _linear_backward(
     gradient: torch.Tensor, given: torch.Tensor, like: torch.Tensor, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of a linear layer's weight and bias, in the type of `like`, where that
-    of what it gave is gradient x scale.
+    """Return the gradients of a linear layer's weight and bias, in the dtype of `like`. The
+    gradient of its output is gradient x scale; its input is `given`.
     """
-    of_bias = gradient.sum(0).to(like.dtype)  # first: the gradient has just been made
+    of_bias = gradient.sum(0).to(like.dtype)  # first, while the gradient is in the cache
     turned = _turned(gradient) if given.shape[1] > gradient.shape[1] else gradient.T
     return _product(turned, given, scale).to(like.dtype), of_bias.mul_(scale)
 
 
 def _turned(rows: torch.Tensor) -> torch.Tensor:
-    """[N, D] -> [D, N], for a product with something wider. With AMX it comes row by row: read by
-    columns the product takes up to twice as long, and a product with 1 is faster than torch's copy.
+    """[N, D] -> [D, N], for a product with a wider matrix. With AMX the result is contiguous, as a
+    product with a view takes up to twice as long; multiplying by the identity beats torch's copy.
     """
     if HAS_AMX and rows.dtype == torch.bfloat16 and rows.shape[1] >= FEWEST_TURNED:
         return torch.eye(rows.shape[1], dtype=rows.dtype) @ rows.T

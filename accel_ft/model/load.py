@@ -20,7 +20,7 @@ from accel_ft.runtime.hub import HUB_ID, fetching
 logger = logging.getLogger(__name__)
 
 PACKAGE = "package://"
-NEEDED = re.compile(r"\.\d+\.|position_embeddings\.|embed_positions\.|wpe\.")  # of a layer or place
+NEEDED = re.compile(r"\.\d+\.|position_embeddings\.|embed_positions\.|wpe\.")  # layers, positions
 UNLIMITED = 10**6  # tokenizers without a limit say 10^30
 ROBERTAS = {
     "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "xmod",
@@ -29,16 +29,16 @@ ROBERTAS = {
 
 
 def resolve(name: str, key: str = "model_name_or_path") -> str:
-    """Return the folder (or Hub id) a model's name stands for, the hash of a package's weights
-    checked.
+    """Return the folder or Hub id that a model's name stands for; verify the hash of a package's
+    weights.
 
     Args:
         name: Hub id, folder, or package://PYTHON_PACKAGE/PATH[#sha256=HEX of model.safetensors].
-        key: that was set to `name`, for messages.
+        key: the configuration key that was set to `name`, for messages.
 
     Raises:
-        ConfigError: for a package that is not installed, a missing folder, or weights with another
-            hash.
+        ConfigError: the package is not installed, the folder is missing or holds no model, or the
+            hash of the weights differs.
     """
     if not name.startswith(PACKAGE):
         folder = Path(name)
@@ -54,7 +54,7 @@ def resolve(name: str, key: str = "model_name_or_path") -> str:
         if folder.is_file():
             raise ConfigError(f"{key}={name}: is a file. Fix: its folder, {folder.parent}")
         siblings = [str(p) for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
-        # `runs/quikstart` could be a Hub id; beside other runs it is a slip of the pen.
+        # `runs/quikstart` could be a Hub id; beside other runs it is a typo.
         meant_local = key == "checkpoint" and folder.parent.name and siblings
         if meant_local or not HUB_ID.fullmatch(name):
             raise ConfigError(f"{key}={name}: there is no such folder.{nearest(name, siblings)}")
@@ -87,7 +87,7 @@ def resolve(name: str, key: str = "model_name_or_path") -> str:
 
 @cache
 def _sha256(path: Path, *_: int) -> str:
-    """Once, until the file is another one: its package may be installed anew meanwhile."""
+    """Cached until inode, size or mtime change: the package may be reinstalled meanwhile."""
     return sha256(path)
 
 
@@ -105,7 +105,7 @@ def provenance(name: str) -> dict[str, str]:
 
 
 def _refuse_words_elsewhere(folder: str, key: str) -> None:
-    """Refuse a tokenizer that would make words of any file here, and be saved with them."""
+    """Refuse vocabulary files outside the model's folder: their content would be saved with it."""
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
     with fetching(key, folder):
@@ -124,7 +124,7 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
     """Load the tokenizer of a resolved model.
 
     Raises:
-        ConfigError: where it cannot be had.
+        ConfigError: it cannot be loaded, or not be used for plain text.
     """
     from transformers import AutoTokenizer
 
@@ -141,11 +141,11 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
     try:
         encoded = tokenizer("a")
         tokenizer.num_special_tokens_to_add(pair=False)
-    except (AssertionError, TypeError, ValueError) as error:  # it wants boxes, or tables
+    except (AssertionError, TypeError, ValueError) as error:  # it needs boxes or tables
         raise ConfigError(
             f"{key}={folder}: its tokenizer takes no plain text: {in_one_line(error)}"
         ) from error
-    except Exception:  # of `tokenizers`: it knows no "a", nor a token for what it does not know
+    except Exception:  # of `tokenizers`: "a" is unknown, and there is no unknown token
         encoded = tokenizer("")
     if strange := sorted(set(encoded) - set(INPUTS)):
         raise ConfigError(
@@ -153,19 +153,20 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
             "accel_ft does not pass on. Fix: a model of another kind"
         )
     keep_no_truncation(tokenizer)
-    if len(tokenizer) <= len(set(tokenizer.all_special_tokens)) + 2:  # DeBERTa has two of its own
+    if len(tokenizer) <= len(set(tokenizer.all_special_tokens)) + 2:  # an empty DeBERTa has 2 more
         raise ConfigError(
             f"{key}={folder}: its tokenizer knows no words, only {tokenizer.all_special_tokens}. "
             "Fix: put tokenizer.json (or vocab.txt) beside config.json"
         )
-    if tokenizer.pad_token_id is None:  # decoders have none, and go by the last token that is none
+    if tokenizer.pad_token_id is None:  # a decoder often has none
         ids, names = encoded["input_ids"], (tokenizer.eos_token, tokenizer.bos_token)
         known = {
             name: tokenizer.convert_tokens_to_ids(name)
             for name in (*names, tokenizer.unk_token)
             if name is not None
         }
-        # The head takes the last token that is no pad token, whose embedding gets no gradient.
+        # The head reads the last non-pad token, and the pad embedding gets no gradient: so prefer
+        # a token that no text contains, then one that no text ends with.
         taken = ids if set(ids[-1:]) & set(tokenizer.all_special_ids) else []
         free = [name for name in known if known[name] not in taken]
         free += [name for name in known if [known[name]] != ids[-1:]]
@@ -176,37 +177,36 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
             "Fix: give it a pad_token, and save it beside config.json"
         )
     config = load_model_config(folder, key)
-    # XLNet's head reads the last place. Learned positions (GPT-2's) would count padding before it.
+    # XLNet's head reads the last position. Else right: left padding shifts GPT-2's positions.
     side = "left" if config.model_type == "xlnet" else "right"
     if tokenizer.padding_side != side:
-        tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = side  # as it is saved
+        tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = side  # what is saved
     kinds = getattr(config.get_text_config(), "type_vocab_size", 0)
     inputs = list(tokenizer.model_input_names)
     if "token_type_ids" in inputs and kinds < 2 and not has_types_of_single_texts(tokenizer):
-        inputs.remove("token_type_ids")  # the model knows one kind, or none
+        inputs.remove("token_type_ids")  # the model has one type, or none
         tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = inputs
-    # BART's and T5's heads want one end token a row, also where a text has its letters.
+    # BART's and T5's heads need one end token per row, even if a text spells it out.
     if getattr(config, "is_encoder_decoder", False):
         tokenizer.split_special_tokens = True
-        tokenizer.init_kwargs["split_special_tokens"] = True  # as it is saved
+        tokenizer.init_kwargs["split_special_tokens"] = True  # what is saved
     return tokenizer
 
 
 def load_parts(folder: str) -> tuple[Any, Any, list[str]]:
-    """Load architecture, tokenizer and label names (by id) of a resolved, finished classifier.
-    Texts are padded with the model's pad token where it names one, by which a decoder finds the
-    last token of a text; else the model takes the tokenizer's.
+    """Load config, tokenizer and label names (by id) of a resolved, finished classifier. Texts are
+    padded with the model's pad token if it names one, because a decoder finds a text's last token
+    by it; otherwise the model takes the tokenizer's.
 
     Raises:
-        ConfigError: where they cannot be had, or it is no classifier.
+        ConfigError: they cannot be loaded, or it is not a classifier.
     """
     tokenizer = load_tokenizer(folder, "checkpoint")
     config = load_model_config(folder, "checkpoint")
     padding = getattr(config.get_text_config(), "pad_token_id", None)
     if isinstance(padding, int) and 0 <= padding < len(tokenizer):
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(
-            padding
-        )  # not to be saved: see export
+        # Not to be saved: see export.py.
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding)
     else:
         take_pad_token(config, tokenizer)
     names = labels_of(config)
@@ -219,24 +219,24 @@ def load_parts(folder: str) -> tuple[Any, Any, list[str]]:
 
 
 def take_pad_token(config: Any, tokenizer: Any) -> None:
-    """Give a model the tokenizer's pad token: itself and, where it is not of texts alone, its part
-    that is.
+    """Set the tokenizer's pad token in a model's config and, if the model is multimodal, in the
+    config of its text part.
     """
     config.pad_token_id = config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
 
 def load_model_config(folder: str, key: str = "model_name_or_path", **settings: Any) -> Any:
-    """Load the architecture of a resolved model; `settings` override what its file says.
+    """Load the config of a resolved model; `settings` override what its file says.
 
     Raises:
-        ConfigError: where it cannot be had.
+        ConfigError: it cannot be loaded, or asks for a kernel from the Hub.
     """
     from transformers import AutoConfig
 
     config = _from_pretrained(key, folder, AutoConfig.from_pretrained, **settings)
     config.return_dict = True
-    config.get_text_config().use_cache = False  # a decoder's keys and values: nobody reads on
-    if getattr(config, "attention_type", None) == "block_sparse":  # BigBird's, see below
+    config.get_text_config().use_cache = False  # a decoder's keys and values: no generation
+    if getattr(config, "attention_type", None) == "block_sparse":  # BigBird's
         config.attention_type = "original_full"
         _warn_of_full_attention(config.model_type)
     attention = str(config._attn_implementation)
@@ -250,8 +250,8 @@ def load_model_config(folder: str, key: str = "model_name_or_path", **settings: 
 
 @cache
 def _warn_of_full_attention(kind: str) -> None:
-    """Say so once. At the first batch of short texts transformers does it itself, for good: what a
-    model made of a row would depend on the rows before.
+    """Warn once. At the first batch of short texts transformers switches to full attention itself,
+    for good: the output for a row would depend on the rows before.
     """
     logger.warning(
         "%s attends in full, not in sparse blocks: more memory and time for long texts", kind
@@ -261,7 +261,7 @@ def _warn_of_full_attention(kind: str) -> None:
 def position_limit(config: Any, tokenizer: Any) -> int | None:
     """Return how many tokens the model can see, None for no limit.
 
-    RoBERTa's kind counts positions from behind the pad token's number.
+    Models like RoBERTa count positions from the pad token's id + 1.
     """
     positions = getattr(config, "max_position_embeddings", None)
     positions = positions or getattr(config, "max_seq_len", None)  # MPT's
@@ -284,13 +284,13 @@ def check_max_seq_length(max_seq_length: int, limit: int | None) -> None:
 
 
 def check_trainable(config: Any) -> None:
-    """Refuse kinds that train on batches of one length alone, which the plan does not make.
+    """Refuse models that need all batches to have one length, which the plan does not provide.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: the model is of such a kind.
     """
     lengths = {getattr(config, key, None) for key in ("num_landmarks", "segment_means_seq_len")}
-    if config.model_type == "reformer" or len(lengths) > 1:  # Nystromformer; equal, it has no parts
+    if config.model_type == "reformer" or len(lengths) > 1:  # Nystromformer, unless equal
         raise ConfigError(
             f"model_name_or_path={config.name_or_path}: {config.model_type} wants all batches of "
             "one length, which accel_ft does not make. Fix: a model of another kind"
@@ -300,10 +300,10 @@ def check_trainable(config: Any) -> None:
 def check_tokens(
     greatest_id: int, tokenizer: Any, config: Any, key: str = "model_name_or_path"
 ) -> None:
-    """Refuse the greatest token of some texts, or the pad token, that a model has no embedding of.
+    """Refuse a model that lacks an embedding of the greatest token id of texts, or the pad token.
 
     Raises:
-        ConfigError: with the number of tokens that the model knows.
+        ConfigError: names the size of the model's vocabulary.
     """
     known = getattr(config.get_text_config(), "vocab_size", None)
     token_id = max(greatest_id, tokenizer.pad_token_id)
@@ -317,21 +317,22 @@ def check_tokens(
 def load_for_training(
     folder: str, config: Any, device: torch.device | None
 ) -> tuple[Any, list[str]]:
-    """Load a classifier in float32; a head that is missing, or of another size, is initialized
-    anew.
+    """Load a classifier in float32; a head that is missing, or of another size, is newly
+    initialized.
 
     Args:
         folder: resolved name.
         config: from `load_model_config`, with the number and names of the labels.
-        device: decides the attention path. Eager is the faster one on a CPU that trains:
-            scaled_dot_product_attention with dropout takes a slow path there. None leaves it to the
+        device: decides the attention implementation. Eager is faster for training on a CPU, where
+            scaled_dot_product_attention with dropout takes a slow path. None leaves it to the
             model.
 
     Returns:
         The model, and the names of the parameters that are newly initialized.
 
     Raises:
-        ConfigError: where it cannot be had, or its weights are not those of its layers.
+        ConfigError: it cannot be loaded, or weights of its layers are missing, of another size,
+            NaN or infinite.
     """
     on_cpu = device is not None and device.type == "cpu"
     attention = {"attn_implementation": "eager"} if on_cpu else {}
@@ -346,7 +347,7 @@ def load_for_training(
         if name.startswith(inside)
         and name in parameters
         and (NEEDED.search(name) or parameters.get(name) is getattr(words, "weight", ""))
-        and parameters[name].requires_grad  # else it is computed: sines
+        and parameters[name].requires_grad  # else computed: sinusoidal positions
     ]
     if lost:
         raise ConfigError(
@@ -359,12 +360,12 @@ def load_for_training(
             f"model_name_or_path={folder}: NaN or infinite weights in {listed(sick, 3)}. "
             "Fix: sound pretrained weights"
         )
-    model.config.architectures = [type(model).__name__]  # a base model's config names that one
+    model.config.architectures = [type(model).__name__]  # a base model's config names another
     return model, new_parameters
 
 
 def drops_attention(config: Any) -> bool:
-    """Return whether a model's attention has dropout; each kind has a name of its own for it."""
+    """Return whether a model's attention has dropout; model types name the setting differently."""
     rates = [
         value
         for key, value in config.to_dict().items()
@@ -374,15 +375,15 @@ def drops_attention(config: Any) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without what compile, of the whole or of each layer, FSDP1 and DDP
-    put into it.
+    """Return a parameter's name without the parts that compile (whole or layer by layer), FSDP1 and
+    DDP insert.
     """
     name = name.replace("_orig_mod.", "").replace("_fsdp_wrapped_module.", "")
     return name.removeprefix("module.")
 
 
 def labels_of(config: Any) -> list[str]:
-    """Return the label names of a model by id; none where it is no sequence classifier."""
+    """Return the label names of a model by id; [] if it is not a sequence classifier."""
     if not any("SequenceClassification" in kind for kind in config.architectures or ()):
         return []
     names = config.id2label
@@ -392,15 +393,15 @@ def labels_of(config: Any) -> list[str]:
 def load_for_inference(
     folder: str, config: Any, weights: dict[str, torch.Tensor] | None = None
 ) -> Any:
-    """Load a finished classifier in float32, complete.
+    """Load a finished classifier in float32; no weight may be missing.
 
     Args:
         folder: resolved name.
         config: from `load_model_config`.
-        weights: by name, in place of those in the folder.
+        weights: by name, used instead of those in the folder.
 
     Raises:
-        ConfigError: where it cannot be had.
+        ConfigError: it cannot be loaded.
         CheckpointError: some of its weights are missing.
     """
     from transformers import AutoModelForSequenceClassification
@@ -420,7 +421,7 @@ def _load(key: str, folder: str, **kwargs: Any) -> tuple[Any, list[str]]:
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
-    with fetching(key, folder):  # whose configuration may name any module to import
+    with fetching(key, folder):  # refused: an adapter config may name any module to import
         adapters = find_adapter_config_file(folder)
     are_shards = (Path(folder) / "pytorch_model_fsdp_0").is_dir()
     if adapters is not None or are_shards:
@@ -433,7 +434,7 @@ def _load(key: str, folder: str, **kwargs: Any) -> tuple[Any, list[str]]:
     model, info = _from_pretrained(
         key, folder, load, dtype=torch.float32, output_loading_info=True, **kwargs
     )
-    for parameter in model.parameters():  # cut from one of the file's, accelerate takes it for tied
+    for parameter in model.parameters():  # accelerate takes slices of one tensor for tied weights
         if parameter.untyped_storage().nbytes() != parameter.nbytes:
             parameter.data = parameter.data.clone()
     return model, sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
@@ -441,9 +442,9 @@ def _load(key: str, folder: str, **kwargs: Any) -> tuple[Any, list[str]]:
 
 def _from_pretrained(key: str, folder: str, load: Callable[..., Any], **kwargs: Any) -> Any:
     with fetching(key, folder):
-        for index in Path(folder).glob("*.index.json"):  # sharded weights, followed anywhere
+        for index in Path(folder).glob("*.index.json"):  # its paths would be followed anywhere
             parts = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {})
             for name in parts.values():
                 if Path(name).name != name:
                     raise ValueError(f"{index.name} names {name!r}, no file of the folder")
-        return load(folder, trust_remote_code=False, **kwargs)  # no code that a model brings along
+        return load(folder, trust_remote_code=False, **kwargs)  # never a model's own code

@@ -1,7 +1,7 @@
-"""What a job needs on each rank's device: bytes by what they are for, counted and measured.
+"""Estimates the memory that a job needs on each rank's device, in bytes by purpose.
 
-Parameters, gradients and moments are counted; activations are measured on micro-batches of the
-longest rows, and grow with them.
+Parameters, gradients and AdamW's moments are counted; activations are measured on micro-batches of
+the longest rows, and grow with the number of rows.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ import psutil
 import torch
 from torch import nn
 
-RESERVE = 0.1  # of the device: allocator, workspace, other processes
-AT_WORK = 1.5  # what is kept, and gradients and gaps beside it: 1.4 times as much was measured
+RESERVE = 0.1  # share of the device for allocator, workspace and other processes
+AT_WORK = 1.5  # peak / saved activations: their gradients, fragmentation; 1.4 was measured
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Need:
     """Bytes on one rank.
 
     Attributes:
-        parameters, gradients, moments: of the trainable and frozen parameters.
-        per_row: of activations, for a row of the longest length.
-        fixed: of activations, however many rows (weights in the precision of autocast).
-        gathered: of parameters that FSDP holds whole while they work: two layers, and what is in
-            none, such as embeddings.
+        parameters: of trainable and frozen ones; gradients, moments: of trainable ones.
+        per_row: of activations, for one row of the longest length.
+        fixed: of activations, whatever the number of rows (weights cast by autocast).
+        gathered: of parameters that FSDP holds unsharded while in use: two layers, and all outside
+            the layers, such as embeddings.
     """
 
     parameters: int
@@ -46,7 +46,7 @@ class Need:
             strategy: "none", "ddp", "fsdp" or "offload".
             num_ranks: N.
             rows: of a micro-batch.
-            accumulates: over several of them; FSDP keeps the gradients whole between these.
+            accumulates: gradients over several of them, between which FSDP keeps them unsharded.
         """
         activations = self.fixed + self.per_row * rows
         states = self.parameters + self.gradients + self.moments
@@ -56,12 +56,12 @@ class Need:
         return shard + self.gathered + self.gradients * accumulates + activations
 
     def largest(self, strategy: str, num_ranks: int, usable: int, update: int) -> int:
-        """Return the most rows of a micro-batch that fit on a rank; below 1, none does.
+        """Return the largest micro-batch, in rows, that fits on a rank; below 1, none fits.
 
         Args:
             strategy, num_ranks: as for `on_rank`.
             usable: bytes of the rank's device.
-            update: rows of a whole update on a rank; where fewer fit, it accumulates.
+            update: rows of a whole update on a rank; if fewer fit, it accumulates gradients.
         """
         for accumulates in (False, True):
             room = usable - self.on_rank(strategy, num_ranks, 0, accumulates)
@@ -72,7 +72,7 @@ class Need:
 
 
 def activation_bytes(loss: Callable[[], torch.Tensor], model: nn.Module) -> int:
-    """Return the bytes that a forward pass keeps for the backward pass, parameters not counted."""
+    """Return the bytes that a forward pass saves for the backward pass, without parameters."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters() if p.device.type != "meta"}
     kept: dict[int, int] = {}
 
@@ -81,7 +81,7 @@ def activation_bytes(loss: Callable[[], torch.Tensor], model: nn.Module) -> int:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in own:
                 kept[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # itself, it would hold itself where it is an output
+        return tensor.detach()  # not itself: an output would form a reference cycle
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss()
@@ -93,8 +93,8 @@ def need(model: nn.Module, loss: Callable[[int], torch.Tensor], rows: int) -> Ne
 
     Args:
         model: unsharded, in training mode.
-        loss: of a micro-batch of so many rows, each of the greatest length; a scalar.
-        rows: of the larger one, at least 2.
+        loss: computes the scalar loss of a micro-batch of so many rows of the greatest length.
+        rows: of the larger micro-batch, at least 2.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
@@ -111,7 +111,7 @@ def need(model: nn.Module, loss: Callable[[int], torch.Tensor], rows: int) -> Ne
 
     per_row, fixed = measure()
     checkpointed = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
-    if checkpointed:  # while it goes backward, a layer's own activations are there again
+    if checkpointed:  # backward recomputes the activations of one layer at a time
         for module in checkpointed:
             module.gradient_checkpointing = False  # type: ignore[assignment]
         whole, _ = measure()
@@ -129,7 +129,7 @@ def need(model: nn.Module, loss: Callable[[int], torch.Tensor], rows: int) -> Ne
 
 
 def device_bytes(device: torch.device) -> int:
-    """Return what a rank can still have of its device: what nobody holds; on a CPU its share."""
+    """Return the bytes that a rank can still allocate on its device; on a CPU, its equal share."""
     if device.type == "cuda":
         idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + idle
@@ -138,7 +138,7 @@ def device_bytes(device: torch.device) -> int:
 
 
 def _container_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """What a container, or a scheduler's job, may still have (cgroup v2), where it has a limit."""
+    """Return the bytes a container or scheduler job may still allocate, by its cgroup v2 limits."""
     room = sys.maxsize
     with contextlib.suppress(OSError):
         own = Path("/proc/self/cgroup").read_text(encoding="utf-8").strip().rpartition("::/")[2]
@@ -147,6 +147,6 @@ def _container_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
                 limit = int((group / "memory.max").read_text())  # "max" where there is none
                 lines = (group / "memory.stat").read_text().splitlines()
                 stat = {name: int(count) for name, _, count in (s.partition(" ") for s in lines)}
-                cached = stat["active_file"] + stat["inactive_file"]  # given back when needed
+                cached = stat["active_file"] + stat["inactive_file"]  # reclaimed when needed
                 room = min(room, limit - int((group / "memory.current").read_text()) + cached)
     return max(room, 0)

@@ -1,4 +1,4 @@
-"""A classifier as an ONNX file, checked against the model it comes from."""
+"""Exports a classifier to an ONNX file, and checks it against the PyTorch model."""
 
 import logging
 import warnings
@@ -14,7 +14,7 @@ from accel_ft.errors import UserError, first_line
 
 FILE = "model.onnx"
 TOLERANCE = 1e-3
-LARGEST = 1.9e9  # bytes of weights in model.onnx itself, a protobuf; else in model.onnx.data
+LARGEST = 1.9e9  # bytes of weights inside model.onnx, a protobuf; more go to model.onnx.data
 TEXTS = (["one"], ["one two three", "four"], ["five six " * 8, *"abcd"])
 
 
@@ -31,18 +31,18 @@ class _Logits(nn.Module):
 
 
 def write_onnx(model: Any, tokenizer: Any, folder: Path) -> float:
-    """Write model.onnx, with any number of rows and tokens, and compare it.
+    """Write model.onnx, for any number of rows and tokens, and compare its logits.
 
     Args:
         model: on the CPU, in evaluation mode.
-        tokenizer: tells the names of the inputs: input_ids, attention_mask, maybe token_type_ids.
+        tokenizer: names the inputs: input_ids, attention_mask, possibly token_type_ids.
         folder: to write into.
 
     Returns:
         The largest difference of a logit between onnxruntime and PyTorch.
 
     Raises:
-        UserError: the difference is too large, or this kind of model cannot be written, or run.
+        UserError: the difference is too large, or this kind of model cannot be exported, or run.
     """
     import onnxruntime
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
@@ -50,7 +50,7 @@ def write_onnx(model: Any, tokenizer: Any, folder: Path) -> float:
     names = [name for name in INPUTS if name in tokenizer.model_input_names]
     wrapped, rows = _Logits(model, names).eval(), torch.export.Dim("batch")
     shapes = tuple({0: rows, 1: torch.export.Dim.DYNAMIC} for _ in names)
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # of what else is not installed
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns of optional packages
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own
         try:
@@ -64,10 +64,10 @@ def write_onnx(model: Any, tokenizer: Any, folder: Path) -> float:
                 verbose=False,
             )
             assert program is not None
-            ClearMetadataAndDocStringPass()(program.model)  # which line of which file here made it
+            ClearMetadataAndDocStringPass()(program.model)  # they name local files and lines
             is_large = sum(p.nbytes for p in model.parameters()) > LARGEST
             program.save(folder / FILE, external_data=is_large)
-        except Exception as error:  # of the exporter, which does not know all that models do
+        except Exception as error:  # the exporter does not support all models
             raise UserError(
                 f"torch cannot write {type(model).__name__} as ONNX: "
                 f"{first_line(error.__cause__ or error)}"
@@ -79,7 +79,7 @@ def write_onnx(model: Any, tokenizer: Any, folder: Path) -> float:
             session.run(["logits"], {name: tensor.numpy() for name, tensor in batch.items()})[0]
             for batch in batches
         ]
-    except Exception as error:  # onnxruntime's have no class in common
+    except Exception as error:  # onnxruntime's share no base class
         raise UserError(
             f"onnxruntime cannot run {type(model).__name__}: {first_line(error)}"
         ) from error
@@ -87,7 +87,7 @@ def write_onnx(model: Any, tokenizer: Any, folder: Path) -> float:
     for batch, theirs in zip(batches, found, strict=True):
         with torch.no_grad():
             ours = wrapped(*batch.values()).numpy()
-        worst = float(np.maximum(worst, np.abs(ours - theirs).max()))  # NaN, where there is one
+        worst = float(np.maximum(worst, np.abs(ours - theirs).max()))  # `max` may lose a NaN
         scale = max(scale, float(np.abs(ours).max()))
     if not worst <= TOLERANCE * max(scale, 1.0):
         raise UserError(f"{FILE}: its logits differ by {worst:.1e} from the model's")

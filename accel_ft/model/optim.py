@@ -9,7 +9,7 @@ from torch import nn
 
 from accel_ft.config import TrainConfig
 
-# What is declared behind the layers that read it, and before the layers that it reads.
+# Parameters below the layers though declared after them, and above them though declared before.
 BELOW = re.compile(
     r"embed|encoder\.relative_attention_bias\.|^deberta\.encoder\.(LayerNorm|conv)\."
 )
@@ -36,10 +36,10 @@ def make_optimizer(
     """Return a fused AdamW; biases and norms are not decayed.
 
     Args:
-        model: whose trainable parameters it takes; the first groups are those of the head.
+        model: its trainable parameters are optimized; the groups of the head come first.
         learning_rate: of the head.
-        weight_decay: of matrices that are no bias (relative positions'), as in the Trainer.
-        layer_decay: factor of the learning rate for each layer further down; None for the same rate
+        weight_decay: of matrices, except biases (of relative positions), as in the Trainer.
+        layer_decay: factor of the learning rate per layer below the head; None for the same rate
             everywhere. Source: Howard and Ruder, arXiv:1801.06146.
     """
     depth_of = layer_depths(model) if layer_decay is not None else {}
@@ -70,7 +70,7 @@ def layer_depths(model: nn.Module) -> dict[str, int]:
     stack_of = {name: name[: match.start()] for name, match in numbers.items() if match}
     num_layers = max(layers.values(), default=-1) + 1
     heights = dict.fromkeys(stack_of.values(), num_layers)
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):  # they may differ
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):  # depths may differ
         for stack in heights:
             heights[stack] = max(layers[name] for name in layers if stack_of[name] == stack) + 1
     first = next((position for position, name in enumerate(names) if name in layers), 0)
@@ -85,10 +85,10 @@ def layer_depths(model: nn.Module) -> dict[str, int]:
 
 
 def allocate_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the moments of an optimizer that has none yet, as they are before the first update.
+    """Allocate the state of an optimizer that has none, as it is before the first update.
 
-    torch does so itself when it saves or loads a sharded one, by a step that it then counts. What
-    is empty, as FSDP1's parameters are outside a rank's shard, has none: torch loads none there.
+    torch does so itself when it saves or loads a sharded optimizer, but by a step that it counts.
+    Empty parameters, as FSDP1's outside a rank's shard are, get none: torch loads none for them.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -106,8 +106,8 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def make_scheduler(config: TrainConfig, optimizer: torch.optim.Optimizer, num_steps: int) -> Any:
-    """Return the schedule, to be stepped once an update (accelerate would step a prepared one once
-    a rank).
+    """Return the schedule. Step it once per update, and do not prepare it: accelerate would step a
+    prepared one once per rank.
 
     Args:
         num_steps: updates of the whole run; `warmup_steps` below 1 is a share of them.
@@ -115,8 +115,8 @@ def make_scheduler(config: TrainConfig, optimizer: torch.optim.Optimizer, num_st
     from transformers import get_scheduler
 
     warmup = round(config.warmup_steps)
-    if config.warmup_steps < 1:  # of a share one update is left: at the first one the rate is 0
+    if config.warmup_steps < 1:  # a share leaves one update: the first one's rate is 0
         warmup = min(math.ceil(round(config.warmup_steps * num_steps, 6)), num_steps - 1)
-    # Where the first update is left out torch would warn of the order of steps.
+    # If the first update is skipped, torch would warn that the scheduler steps first.
     optimizer._opt_called = True  # type: ignore[attr-defined]
     return get_scheduler(config.lr_scheduler_type, optimizer, warmup, num_steps)

@@ -1,9 +1,9 @@
-"""Tokens without their padding, for the layers that stand between the first and the last.
+"""Packs a batch's tokens without padding, for all layers of an encoder but the last.
 
-A batch [B, S] of texts of unequal length holds tokens that nobody reads. All of a layer but its
-attention looks at one token at a time, and can do without them: it gets [N, D], the tokens that are
-some text's, and a few more. For each new N the CPU library makes, and keeps, kernels of matrix
-products (5 MiB of MiniLM's), so that few are to occur.
+A batch [B, S] of texts of unequal length holds padding that nothing reads. Except for attention, a
+layer works on one token at a time and can skip it: it gets [N, D], the tokens of the texts and a
+few more. For each new N the CPU library creates and caches kernels of matrix products (5 MiB for
+MiniLM), so N takes few values.
 
 Legend: B samples, H heads, S tokens, D hidden size, N rows.
 """
@@ -13,33 +13,33 @@ from typing import Any, NamedTuple
 
 import torch
 
-SIZES = 16  # of N, from any number of rows to its double
+SIZES = 16  # values of N, from any number of rows to its double
 
 
 class Packing(NamedTuple):
-    """Which row is which token, int64."""
+    """Indices between tokens [B x S] and packed rows [N], int64."""
 
     batch: torch.Size  # B, S
-    kept: torch.Tensor  # [N], of B x S: the token of each row
-    row: torch.Tensor  # [B x S], the row of each token; of what is left out, a row of padding
-    of_heads: torch.Tensor  # [B x H x S], the same of rows [N x H]
-    of_rows: torch.Tensor  # [N x H], the same as `kept` of heads [B x H x S]
+    kept: torch.Tensor  # [N], the token of each row
+    row: torch.Tensor  # [B x S], the row of each token; of a dropped one, a row of padding
+    of_heads: torch.Tensor  # [B x H x S], like `row`, into [N x H]
+    of_rows: torch.Tensor  # [N x H], like `kept`, into [B x H x S]
 
 
-@lru_cache(maxsize=1)  # a batch's layers ask one after the other, with the same mask
+@lru_cache(maxsize=1)  # all layers ask in turn, with the same mask
 def packing(mask: torch.Tensor | None, heads: int, version: int = 0) -> Packing | None:
-    """Return which tokens to keep: all but padding, which no token sees, and of padding the first
-    token of each text and at least one more. None where that saves nothing.
+    """Return which tokens to keep: all that are not padding, the first token of each text, and at
+    least one token of padding. None if that saves nothing.
 
     Args:
-        mask: added to the scores, [B, 1, 1, S]; else None is returned.
+        mask: added to the scores, [B, 1, 1, S]; for another shape, None is returned.
         heads: H.
-        version: of the mask, which may be changed in place.
+        version: of the mask, part of the cache key, as the mask may be changed in place.
     """
     if mask is None or mask.ndim != 4 or mask.shape[1:3] != (1, 1):
         return None
     is_seen = mask[:, 0, 0] > torch.finfo(mask.dtype).min
-    if not is_seen.any(dim=1).all():  # who sees nothing sees all of it
+    if not is_seen.any(dim=1).all():  # a fully masked text attends to padding
         return None
     is_seen[:, 0] = True
     (size, length), count = is_seen.shape, int(is_seen.sum()) + 1
@@ -63,13 +63,13 @@ def pack(tokens: torch.Tensor, to: Packing) -> torch.Tensor:
 
 
 def unpack(rows: torch.Tensor, to: Packing) -> torch.Tensor:
-    """[N, D] -> [B, S, D]; tokens that were left out are as one that was not."""
+    """[N, D] -> [B, S, D]; dropped tokens get the values of a kept token of padding."""
     tokens: torch.Tensor = _Rows.apply(rows, to.row, to.kept)  # type: ignore[no-untyped-call]
     return tokens.view(*to.batch, -1)
 
 
 class _Rows(torch.autograd.Function):
-    """Rows by their places; a gradient goes back by places, too, for that of padding is 0."""
+    """Selects rows by index. Backward selects too, and need not add: padding's gradient is 0."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, there: torch.Tensor, back: torch.Tensor) -> Any:

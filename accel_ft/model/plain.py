@@ -14,8 +14,8 @@ from accel_ft.model.first_token import KINDS, compute_first_token_only
 from accel_ft.runtime import fsdp
 from accel_ft.runtime.compiled import compiles_layers, is_compiled
 
-EAGER_TOKENS = 512  # beyond, what eager keeps, the square of them for each head, fills the memory
-SDPA_TOKENS = 192  # from there on torch's kernel for the CPU, which keeps no scores, is the faster
+EAGER_TOKENS = 512  # beyond, eager's saved scores, quadratic in tokens per head, fill the memory
+SDPA_TOKENS = 192  # from here on torch's CPU kernel, which saves no scores, is faster
 
 
 def plain_model(
@@ -24,7 +24,7 @@ def plain_model(
     """Load the job's model, not wrapped yet, with the same new head on every rank.
 
     Args:
-        device: that it will train on; it is on the CPU yet.
+        device: that it will train on; the returned model is still on the CPU.
 
     Returns:
         The model, and the names of the parameters that are newly initialized.
@@ -37,9 +37,9 @@ def plain_model(
         id2label=labels,
         label2id={label: label_id for label_id, label in labels.items()},
         problem_type=config.problem_type,
-        thresholds=None,  # of another job's rows
+        thresholds=None,  # tuned on another job's rows
     )
-    # RoBERTa's kind counts positions from behind the pad token that it was pretrained with.
+    # Models like RoBERTa count positions from their pretrained pad token's id: keep that one.
     if model_config.model_type not in load.ROBERTAS or model_config.pad_token_id is None:
         load.take_pad_token(model_config, tokenizer)
     most = EAGER_TOKENS if model_config.model_type in KINDS else SDPA_TOKENS - 1
@@ -49,26 +49,26 @@ def plain_model(
     )
     if device.type == "cpu" and not (is_eager or is_compiled()):
         _attend_by_width(model)
-    # Sharded, it would keep whole, until the backward pass, what `fused_qkv_attention` joins.
+    # Under FSDP, the joined weight of `fused_qkv_attention` would stay unsharded until backward.
     stays_apart = fsdp.is_asked_for() and model.config._attn_implementation == "sdpa"
     compute_first_token_only(model, last_alone=stays_apart or compiles_layers())
-    model.config.max_seq_length = config.max_seq_length  # as predict and evaluate take it
+    model.config.max_seq_length = config.max_seq_length  # for predict and evaluate
     model.config.text_pairs = config.text_pair_column is not None
     return choose_trained(model, config, new_parameters), new_parameters
 
 
 def _attend_by_width(model: Any) -> None:
-    """Let a model on a CPU, without dropout in its attention, attend eagerly in narrow batches and
-    by scaled_dot_product_attention in wide ones, where it can do both.
+    """Make a model use eager attention in narrow batches and scaled_dot_product_attention in wide
+    ones, if it supports both. For a CPU, and models without attention dropout.
     """
     if model.config._attn_implementation != "sdpa" or not model._can_set_attn_implementation():
         return
     configs = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
-    # Of the base: before peft 0.21 adapters call their model's forward, and pass over its hooks.
+    # On the base: before peft 0.21 adapters call the model's `forward`, which bypasses its hooks.
     model.base_model.register_forward_pre_hook(partial(_choose, configs), with_kwargs=True)
 
 
 def _choose(configs: list[Any], _: Any, args: Any, kwargs: dict[str, Any]) -> None:
     ids = args[0] if args else kwargs["input_ids"]
-    for config in configs:  # T5's encoder and decoder have copies
+    for config in configs:  # T5's encoder and decoder copy it
         config._attn_implementation = "sdpa" if ids.shape[1] >= SDPA_TOKENS else "eager"
