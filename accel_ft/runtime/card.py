@@ -1,4 +1,4 @@
-"""The model card: README.md beside a model, as the Hub reads it; and the way to the Hub."""
+"""The model card (README.md beside a model, in the Hub's format), and the upload to the Hub."""
 
 import re
 from pathlib import Path
@@ -24,13 +24,13 @@ def model_card(
     """Return a model card.
 
     Args:
-        label_names: by id.
-        settings: of the run it comes from; {} where that is not known.
-        scores: by name.
-        split: that they are of, "test" or "validation".
-        pairs: whether it was trained on pairs of texts, where the settings do not say.
+        label_names: ordered by label id.
+        settings: of the run that trained the model; {} if unknown.
+        scores: metrics by name.
+        split: the split that the scores were measured on, "test" or "validation".
+        pairs: whether the model was trained on pairs of texts, if the settings do not say so.
     """
-    if settings.get("output_dir") and not settings.get("train_file"):  # of a run, then
+    if settings.get("output_dir") and not settings.get("train_file"):  # a run
         settings = settings | {"dataset_name": settings.get("dataset_name") or DEFAULT_DATASET}
     base, data = (
         name if is_hub_id(name) else None
@@ -42,7 +42,7 @@ def model_card(
     )
     own = settings.get(f"{split}_file") or settings.get("train_file")
     rows = own or settings.get("dataset_name") or "unknown"
-    # Maybe cut off the training rows: no split that can be looked up.
+    # Else the rows may have been cut off the training rows, and no split on the Hub holds them.
     is_given = split == "test" or settings.get(f"{split}_file")
     results = [
         EvalResult(
@@ -77,7 +77,7 @@ def model_card(
     evaluation = heading + measured if measured else ""
     training = f"\n## Training\n\n| key | value |\n|---|---|\n{keys}" if keys else ""
     plain = (" ".join(name.split()).replace("`", "'") for name in label_names)
-    labels = ", ".join(f"`{name}`" for name in plain)  # no HTML
+    labels = ", ".join(f"`{name}`" for name in plain)  # as code: HTML stays text
     labels = "" if settings.get("problem_type") == "regression" else f"Labels: {labels}.\n\n"
     place, longest = settings.get("hub_model_id") or ".", settings.get("max_seq_length")
     cut = f", truncation=True, max_length={longest}" if longest else ", truncation=True"
@@ -101,8 +101,8 @@ def model_card(
 
 
 def _shown(key: str, value: Any) -> str:
-    """A setting as a card has it, which may become public: the folders of this machine are none of
-    its business.
+    """Return a setting's value as the card shows it. A card may become public, so only the last
+    part of a local path is kept.
     """
     is_name = key in ("model_name_or_path", "dataset_name")
     is_local = not (is_hub_id(value) or "://" in value) if is_name else key in LOCAL_KEYS
@@ -110,16 +110,16 @@ def _shown(key: str, value: Any) -> str:
 
 
 def require_repo(repo_id: str, private: bool) -> str:
-    """Make the repository on the Hub where there is none yet, and ask whether it may be written to,
-    before a run, so that one that cannot be pushed ends now and not after it; return its id, the
-    account's name included.
+    """Create the repository on the Hub if it is missing, and check the right to write to it. Called
+    before a run, so that a run that cannot be pushed fails at once and not at its end. Return the
+    repository's id, including the account's name.
 
     Args:
         repo_id: its name, or account/name.
-        private: it is to be, or an error; else a new one is as the account's default has it.
+        private: whether it must be private; if not, a new one follows the account's default.
 
     Raises:
-        ConfigError: with the Hub's answer.
+        ConfigError: the Hub's answer; or the repository is public but must be private.
     """
     api = HfApi()
     try:
@@ -128,10 +128,10 @@ def require_repo(repo_id: str, private: bool) -> str:
         is_public = api.repo_info(found).private is False
     except Exception as error:  # no token, no right, no network, ...
         what, fix = "refuses", "`hf auth login`, or HF_TOKEN"
-        # By name: which HTTP library the Hub's uses has changed before.
+        # By name: huggingface_hub has changed its HTTP library, and so the classes, before.
         if re.search("Connect|Timeout|Offline", type(error).__name__):
             what, fix = "cannot be reached", "mend the network, HF_ENDPOINT or HF_HUB_OFFLINE"
-        if isinstance(error, HFValidationError):  # the name of output_dir may be none of a repo
+        if isinstance(error, HFValidationError):  # output_dir's name may be no valid id
             what, fix = "refuses", "--hub_model_id NAME, or ACCOUNT/NAME"
         raise ConfigError(
             f"hub_model_id={repo_id}: the Hub {what}: {first_line(error).rstrip('.')}. "
@@ -154,10 +154,10 @@ def _check_write(api: HfApi, repo_id: str) -> None:
 
 
 def push(folder: Path, repo_id: str) -> str:
-    """Upload a model's folder; return where it is.
+    """Upload a model's folder; return its URL on the Hub.
 
     Raises:
-        ConfigError: with the Hub's answer; the folder is what it was.
+        ConfigError: the Hub's answer; the folder is unchanged.
     """
     try:
         return str(

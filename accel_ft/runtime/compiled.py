@@ -1,4 +1,4 @@
-"""torch.compile, as accelerate's YAML or command asks for it: `dynamo_config`."""
+"""torch.compile, as accelerate's YAML (`dynamo_config`) or command line requests it."""
 
 import os
 from pathlib import Path
@@ -8,36 +8,36 @@ from accelerate.utils import parse_flag_from_env
 
 from accel_ft.errors import LaunchError, stop_signals_blocked
 
-COMPILATIONS = 256  # of one function: 24 widths up to 4,096 tokens, trained and evaluated, under
-# FSDP2 for the last layer and the others, with micro-batches of two sizes
+COMPILATIONS = 256  # limit per function: 24 widths up to 4,096 tokens, times 2 (train, evaluate),
+# times 2 (FSDP2: the last layer, the others), times 2 sizes of micro-batch
 
 
 def is_compiled() -> bool:
-    """Return whether the YAML or command asks for compiled models."""
+    """Return whether the YAML or command line asks for compiled models."""
     return os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
 
 
 def compiles_each_width() -> bool:
-    """Return whether what is compiled is of one width of batch, and another costs a compilation."""
+    """Return whether shapes are static, so that each new batch width costs a compilation."""
     return is_compiled() and not parse_flag_from_env("ACCELERATE_DYNAMO_USE_DYNAMIC")
 
 
 def compiles_layers() -> bool:
-    """Return whether layers are compiled one by one, so that those that are alike share one."""
+    """Return whether layers are compiled one by one (identical layers share a compilation)."""
     return is_compiled() and parse_flag_from_env("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")
 
 
 def can_record_compiled() -> bool:
-    """Return whether what is compiled as asked for, if anything, can be part of a CUDA graph."""
+    """Return whether our CUDA graphs can record the model, uncompiled or compiled as requested."""
     return not is_compiled() or (dynamo_settings()[0] == "INDUCTOR" and not _records_itself())
 
 
 def refuse_cuda_graphs(device: torch.device) -> None:
-    """Refuse a compile mode with CUDA graphs where gradients add up over micro-batches: they lie in
-    the graphs' memory, which the next micro-batch's forward pass takes back.
+    """Refuse a compile mode that uses CUDA graphs with gradient accumulation: gradients lie in the
+    graphs' memory, which the next micro-batch's forward pass overwrites.
 
     Raises:
-        LaunchError: it is asked for.
+        LaunchError: such a mode is requested.
     """
     if is_compiled() and device.type == "cuda" and _records_itself():
         backend, mode = dynamo_settings()
@@ -50,24 +50,24 @@ def refuse_cuda_graphs(device: torch.device) -> None:
 
 
 def _records_itself() -> bool:
-    """Return whether the compiler that is asked for records CUDA graphs."""
+    """Return whether the requested backend and mode record CUDA graphs themselves."""
     backend, mode = dynamo_settings()
     are_on = os.environ.get("TORCHINDUCTOR_CUDAGRAPHS") == "1"  # as inductor reads it
     return are_on or backend == "CUDAGRAPHS" or mode in ("reduce-overhead", "max-autotune")
 
 
 def dynamo_settings() -> tuple[str, str]:
-    """Return the backend and mode that are asked for."""
+    """Return the requested backend, in capitals, and mode."""
     backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").upper()
     return backend, os.environ.get("ACCELERATE_DYNAMO_MODE", "default")
 
 
 def configure(mixed_precision: str) -> None:
-    """Set dynamo and inductor up, once accelerate has: a function that is compiled too often is an
-    error, and float32 stays float32.
+    """Set up dynamo and inductor, after accelerate has: too many recompilations of a function are
+    an error, and float32 does not become TF32.
 
     Raises:
-        LaunchError: torch has no such backend, or another user's cache would be run.
+        LaunchError: torch has no such backend, or code from another user's cache would run.
     """
     backend = dynamo_settings()[0]
     if backend.lower() not in torch._dynamo.list_backends(()):
@@ -78,23 +78,23 @@ def configure(mixed_precision: str) -> None:
     if backend == "INDUCTOR":
         _refuse_cache_of_another()
     torch._dynamo.config.recompile_limit = COMPILATIONS
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # not on in eager mode, unsaid
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # not silently eager
     if not compiles_each_width():
-        # Widths are multiples of 8 as they are. To ask whether to pad them bounds them, and for a
-        # bounded width inductor makes a softmax over the bound, which takes ptxas minutes.
+        # Widths are multiples of 8 already: padding gains nothing. Its check puts an upper bound on
+        # a dynamic width, and inductor then makes softmax as wide as the bound: minutes in ptxas.
         from torch._inductor import config as inductor  # takes a second
 
         inductor.shape_padding = False
     if mixed_precision == "no":
-        torch.backends.cuda.matmul.allow_tf32 = False  # which accelerate has just set
+        torch.backends.cuda.matmul.allow_tf32 = False  # accelerate has just enabled it
 
 
 def _refuse_cache_of_another() -> None:
-    """Inductor runs what its cache holds, whoever has made the folder of that name in /tmp."""
+    """Refuse a cache in /tmp that another user created: inductor runs any code in it."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     place = Path(default_cache_dir())
-    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:  # where it is, the user has said
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:  # the user's choice
         return
     try:
         place.mkdir(mode=0o700)
@@ -107,7 +107,7 @@ def _refuse_cache_of_another() -> None:
 
 
 def start_compile_workers() -> None:
-    """Start inductor's processes: a compilation waits for ever for one that a signal has ended."""
+    """Start inductor's workers with stop signals blocked: a compilation waits for a killed one."""
     with stop_signals_blocked():
         from torch._inductor.async_compile import AsyncCompile
 

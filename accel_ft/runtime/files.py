@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and a folder that belongs to one process."""
+"""Files that are written atomically, and a folder that is locked by one process."""
 
 import contextlib
 import errno
@@ -21,24 +21,24 @@ from accel_ft.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
-STAGED = ".accel_ft-"  # between the name of a file that is being written, and who writes it
+STAGED = ".accel_ft-"  # in the name of a staging file, between the final name and the writer's pid
 LOCK_SECONDS = 30.0  # a run that was told to stop may still be saving
 
 
 def write_whole(path: Path, content: str | bytes | memoryview) -> None:
-    """Replace a file's content; a reader, or a kill, never meets half of it."""
+    """Replace a file's content by an atomic rename: no reader, and no kill, meets half of it."""
     staging = path.with_name(f".{path.name}{STAGED}{os.getpid()}")
     try:
-        staging.unlink(missing_ok=True)  # where others may write, somebody's link
+        staging.unlink(missing_ok=True)  # in a shared folder, another user's link
         with staging.open("xb") as file:
-            if isinstance(content, str):  # a file's name in it may be no UTF-8
+            if isinstance(content, str):  # file names may not be UTF-8
                 content = content.encode(errors="backslashreplace")
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         staging.replace(path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # that of a write names none
+        error.filename = error.filename or str(path)  # an error of write() has none
         raise
     finally:
         staging.unlink(missing_ok=True)
@@ -46,15 +46,15 @@ def write_whole(path: Path, content: str | bytes | memoryview) -> None:
 
 @contextlib.contextmanager
 def writing(name: str) -> Iterator[Any]:
-    """Open a text file that takes its name when it is complete; - is standard output. What cannot
-    be replaced, a device or a file in a folder of somebody else's, is written as it is.
+    """Open a text file that is renamed to `name` when it is complete; - is standard output. What
+    cannot be replaced (a device, a file in a folder without write permission) is written in place.
     """
     if name == "-" and sys.stdout is None:
         raise ConfigError("output=-: standard output is closed. Fix: --output FILE")
     place, final = Path(name), Path(name).resolve()
     in_place = place.exists() and not (place.is_file() and os.access(final.parent, os.W_OK))
-    in_place |= name.startswith(("/dev/", "/proc/"))  # the shell's, whatever they lead to
-    how: Any = {"encoding": "utf-8", "errors": "backslashreplace"}  # JSON's own way, of half a pair
+    in_place |= name.startswith(("/dev/", "/proc/"))  # such as the shell's /dev/fd/63
+    how: Any = {"encoding": "utf-8", "errors": "backslashreplace"}  # lone surrogates, as JSON
     if name == "-" and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(**how)
     if name == "-" or in_place:
@@ -64,26 +64,26 @@ def writing(name: str) -> Iterator[Any]:
     remove_unfinished(final.parent, glob.escape(final.name))
     staging = final.with_name(f".{final.name}{STAGED}{os.getpid()}")
     if final.exists():
-        final.open("a").close()  # may it be written?
+        final.open("a").close()  # raises without write permission
     try:
-        staging.unlink(missing_ok=True)  # where others may write, somebody's link
+        staging.unlink(missing_ok=True)  # in a shared folder, another user's link
         with staging.open("x", **how) as file:
             if final.exists():
                 staging.chmod(final.stat().st_mode & 0o777)
             yield file
-    except OSError as error:  # what is read meanwhile may have faults of its own
+    except OSError as error:  # maybe of a file that the caller reads meanwhile
         if error.filename == str(staging) or error.errno in (errno.ENOSPC, errno.EDQUOT):
             error.filename = name
         raise
     else:
-        shutil.move(staging, final, shutil.copyfile)  # a copy, where it is a mount of its own
+        shutil.move(staging, final, shutil.copyfile)  # copies onto a mount point
     finally:
         staging.unlink(missing_ok=True)
 
 
 def refuse_links(*paths: Path) -> None:
-    """Refuse links where something is to be written: they may lead anywhere, in a folder that came
-    from somebody else.
+    """Refuse symbolic links as targets of a write: in a folder that came from somebody else they
+    may lead anywhere.
 
     Raises:
         ConfigError: naming the link.
@@ -94,7 +94,7 @@ def refuse_links(*paths: Path) -> None:
 
 
 def remove_unfinished(folder: Path, name: str = "*") -> None:
-    """Remove what was being written there, as `name`, by processes that were killed."""
+    """Remove the staging files of `name` that killed processes left in `folder`."""
     for path in folder.glob(f".{name}{STAGED}*"):
         number = path.name.rpartition(STAGED)[2]
         if number.isdecimal() and not psutil.pid_exists(int(number)):
@@ -102,19 +102,19 @@ def remove_unfinished(folder: Path, name: str = "*") -> None:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """Return what is JSON to every reader: what is no number (NaN, infinite) becomes null."""
+    """Return strict JSON, which every reader accepts: NaN and infinite values become null."""
     plain = json.loads(json.dumps(value), parse_constant=lambda _: None)
     return json.dumps(plain, indent=indent)
 
 
 def sha256(path: Path) -> str:
-    """Return the hash of a file's bytes, 64 hex digits."""
+    """Return the SHA-256 hash of a file's bytes, 64 hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fsync(path: Path) -> None:
-    """Put a file, or a folder's entries, on the disk; not every file system does the latter."""
+    """Flush a file, or a folder's entries, to disk; not every file system supports the latter."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -127,16 +127,16 @@ def fsync(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path, path: Path) -> Iterator[Callable[[], None]]:
-    """Hold the lock `path` of `folder`; the operating system gives it back when the process dies.
+    """Hold the lock file `path` of `folder`; the operating system frees it when the process dies.
 
     Yields:
-        A check that it is still that folder, which raises CheckpointError where it was moved or
-        removed: another run may have the name by now.
+        A check that raises CheckpointError if the folder was moved or removed: by then another
+        run may use its name.
 
     Raises:
         ConfigError: another process still holds it after half a minute.
     """
-    lock = FileLock(path, fallback_to_soft=False)  # a marker would outlive a killed run
+    lock = FileLock(path, fallback_to_soft=False)  # a soft lock outlives a killed run
     held: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     try:
         held = lock.acquire(timeout=0)
@@ -164,5 +164,5 @@ def locked(folder: Path, path: Path) -> Iterator[Callable[[], None]]:
                 "back, then the same command with --resume_from_checkpoint latest"
             )
 
-    with held, path.open("ab") as own:  # while it is open, no other file has its number
+    with held, path.open("ab") as own:  # open, its inode is not reused
         yield check

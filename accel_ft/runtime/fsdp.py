@@ -1,4 +1,4 @@
-"""FSDP as it is meant: real on the CPU, the model's layers wrapped, float32 gradient sums."""
+"""FSDP without accelerate's gaps: real on the CPU, layers wrapped, gradients reduced in float32."""
 
 import os
 from dataclasses import replace
@@ -17,14 +17,14 @@ from accel_ft.errors import LaunchError
 
 
 def is_asked_for() -> bool:
-    """Return whether the environment asks for FSDP, for which accelerate takes one word alone."""
+    """Return whether the environment asks for FSDP; accelerate accepts no word but `true`."""
     return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
 
 
 def make_real(accelerator: Accelerator) -> None:
-    """Set FSDP up by the YAML's settings, which are in the environment: on the CPU `Accelerator`
-    has dropped them; elsewhere a second one has those that `configure` settled for the first's
-    model.
+    """Set up FSDP from the YAML's settings, which are in the environment. On the CPU `Accelerator`
+    has dropped them; elsewhere a second `Accelerator` in the process shares the first one's plugin,
+    which `configure` has changed for the first one's model.
     """
     plugin = FullyShardedDataParallelPlugin()
     if accelerator.mixed_precision != "no":
@@ -35,11 +35,11 @@ def make_real(accelerator: Accelerator) -> None:
 
 
 def configure(accelerator: Accelerator, model: nn.Module) -> None:
-    """Settle what the YAML leaves open, before `Accelerator.prepare` shards the model.
+    """Set what the YAML leaves open, before `Accelerator.prepare` shards the model.
 
-    The layers to wrap are worked out where none is named. Gradients are reduced in float32, as
-    under DDP; accelerate's policy would reduce them in the compute type, and round FSDP1's buffers
-    to it: rotary frequencies, which export and inference then have exact.
+    If the YAML names no layers to wrap, they are derived from the model. Gradients are reduced in
+    float32, as under DDP. Accelerate's policy would reduce them in the compute dtype, and round
+    FSDP1's buffers to it: rotary frequencies, which are exact in export and inference.
     """
     if accelerator.distributed_type != DistributedType.FSDP:
         return
@@ -65,38 +65,38 @@ def configure(accelerator: Accelerator, model: nn.Module) -> None:
         in_float32 = {"reduce_dtype": torch.float32}
         if plugin.fsdp_version == 1:
             in_float32["buffer_dtype"] = torch.float32
-            # What it has not reduced yet, it sums up in the compute type.
+            # Without it, FSDP1 accumulates unreduced gradients in the compute dtype.
             accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, **in_float32)
 
 
 def leave_embedding_sharded(model: nn.Module) -> None:
-    """Have FSDP2 not gather embeddings for the backward pass, which does not read them."""
+    """Stop FSDP2 from gathering embeddings for the backward pass, which does not read them."""
     for module in model.modules():
         if isinstance(module, FSDPModule) and isinstance(module, nn.Embedding):
             module.set_unshard_in_backward(False)
 
 
 def leave_overflows_to_the_scaler(accelerator: Accelerator, optimizer: Any) -> None:
-    """Have fp16's loss scaler leave a step out itself, under FSDP: AdamW's fused kernel misreads
-    the flag, FSDP1's sum over ranks and one that is still on its way to offloaded parameters.
+    """Let fp16's loss scaler, not AdamW's fused kernel, skip a step under FSDP. The kernel misreads
+    the overflow flag: FSDP1 sums it over ranks, and its copy to offloaded parameters may be late.
     """
     if accelerator.scaler is not None and accelerator.distributed_type == DistributedType.FSDP:
         optimizer._step_supports_amp_scaling = False
 
 
 def layer_classes(model: nn.Module) -> list[str]:
-    """Return the class names of the model's repeated layers: of the ModuleLists of one class each,
-    those that stand in no other, as long as they are of a like size.
+    """Return the class names of the model's repeated layers: those of the outermost ModuleLists
+    that hold a single class and at least a quarter of the parameters of the largest.
 
-    `_no_split_modules` is no help: BERT's names its embeddings too, which FSDP2 cannot wrap so.
+    `_no_split_modules` does not help: BERT's lists its embeddings, which FSDP2 cannot wrap so.
     """
     sizes: dict[str, int] = {}
     inside: set[nn.Module] = set()
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and module not in inside and len(module) > 0:
             names = {type(layer).__name__ for layer in module}
-            if "ModuleList" in names:  # Funnel's layers stand in lists of lists
+            if "ModuleList" in names:  # Funnel has lists of lists of layers
                 continue
             inside |= set(module.modules())
             if len(names) == 1:
@@ -108,14 +108,14 @@ def layer_classes(model: nn.Module) -> list[str]:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of which each rank may hold a share; then it is collective."""
+    """Return the full tensor; collective if it is a DTensor, of which each rank holds a shard."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def strategy_of(model: nn.Module) -> str:
     """Return what `Accelerator.prepare` made of a model: DDP, FSDP, or one process.
 
-    FSDP2 counts only where every trainable parameter is spread over the ranks.
+    "FSDP" for FSDP2 only if every trainable parameter is sharded over the ranks.
     """
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         return "DDP"

@@ -1,9 +1,9 @@
 """Gloo groups with one worker thread each, where torch gives them two.
 
-The two write the name of the operation they have ended into one std::string, without a lock
-(ProcessGroupGloo::runLoop, torch 2.13). A name of more than 15 letters, as a sparse sum's, lies on
-the heap, which that corrupts: ranks died of SIGSEGV or SIGABRT, about once in 20,000 updates of a
-small model. One worker costs two ranks on two cores 1 to 3 %.
+The two threads have a race condition: both write the name of the operation they finished into one
+std::string (ProcessGroupGloo::runLoop, torch 2.13). A name of more than 15 letters, such as a
+sparse sum's, lies on the heap, and the race corrupts it: ranks died of SIGSEGV or SIGABRT, about
+once in 20,000 updates of a small model. One worker costs two ranks on two cores 1 to 3 %.
 """
 
 import os
@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 
 @cache
 def give_groups_one_worker() -> None:
-    """Let every gloo group that is made from here on in this process have one worker thread."""
+    """Give one worker thread to every gloo group that this process makes from now on."""
     if not (dist.is_available() and dist.is_gloo_available()):
         return
     group: Any = dist.ProcessGroupGloo
@@ -33,7 +33,7 @@ def give_groups_one_worker() -> None:
 
 
 def _devices(group: Any) -> list[Any]:
-    """The interfaces that GLOO_SOCKET_IFNAME names, as torch reads it."""
+    """Return a device for each interface in GLOO_SOCKET_IFNAME, parsed as torch does it."""
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     interfaces = [group.create_device(interface=name) for name in names.split(",") if name]
     return interfaces or [group.create_default_device()]

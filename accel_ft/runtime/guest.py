@@ -1,4 +1,4 @@
-"""A process that is somebody else's: what is put back as it was."""
+"""Save and restore the global state of a process that belongs to the caller's program."""
 
 import contextlib
 import csv
@@ -17,10 +17,10 @@ GPUS = "CUDA_VISIBLE_DEVICES"
 
 @contextlib.contextmanager
 def own_random_numbers() -> Iterator[None]:
-    """Put the random numbers of Python, numpy and torch back as they were."""
+    """Restore the random number generators of Python, numpy and torch on exit."""
     python, numpy = random.getstate(), np.random.get_state()
     has_gpus = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = range(torch.cuda.device_count() if has_gpus else 0)  # to ask others would start them
+    devices = range(torch.cuda.device_count() if has_gpus else 0)  # asking would start CUDA
     with torch.random.fork_rng(devices):
         try:
             yield
@@ -31,14 +31,14 @@ def own_random_numbers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_a_guest() -> Iterator[None]:
-    """Leave to the caller's process what is its own: random numbers, whether gradients are made, an
-    Accelerator's accumulation, which another one's steps and an end in mid-update change, how
-    accel_ft's messages go, what transformers tells, torch's switches for CUDA, how long a csv's
-    field may be, and which GPUs its children see. No other thread may train, or draw, meanwhile.
+    """Restore the caller's global state on exit: random number generators, grad mode, gradient
+    accumulation (all Accelerators share it, and a run that ends in mid-update changes it), handlers
+    of accel_ft's log, transformers' verbosity, torch's CUDA switches, csv's field limit, and
+    CUDA_VISIBLE_DEVICES. Meanwhile no other thread may train or draw random numbers.
     """
     sdp = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     tf32 = None
-    with contextlib.suppress(RuntimeError):  # the caller has set it by torch's newer names
+    with contextlib.suppress(RuntimeError):  # set by torch's newer names, the old one raises
         tf32 = torch.backends.cudnn.allow_tf32
     visible = {name: value for name, value in os.environ.items() if name == GPUS}
     gradients, ours = GradientState(), getLogger("accel_ft")
@@ -63,11 +63,11 @@ def as_a_guest() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
-    """Load models without transformers' bars, to be trained too; put back how much it tells."""
+    """Hide transformers' bars and leave inference mode (loaded models can train); then restore."""
     bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     try:
-        with torch.inference_mode(False):  # which has gradients on, too
+        with torch.inference_mode(False):  # also turns grad mode on
             yield
     finally:
         logging.set_verbosity(verbosity)

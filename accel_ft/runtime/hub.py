@@ -1,4 +1,4 @@
-"""Is the Hub there? Asked once, in seconds, in place of five retries of every request."""
+"""Whether the Hub is reachable: one probe, of seconds, replaces five retries of every request."""
 
 import contextlib
 import logging
@@ -24,21 +24,21 @@ QUICKSTART = (
 
 
 def is_hub_id(name: str | None) -> bool:
-    """Whether a name can be a repository's on the Hub, and is no file or folder here."""
+    """Return whether a name is a valid repository id, and not an existing file or folder."""
     return name is not None and bool(HUB_ID.fullmatch(name)) and not Path(name).exists()
 
 
 @contextlib.contextmanager
 def fetching(key: str, name: str) -> Iterator[None]:
-    """Load `name`, the value of `key`, from Hub or folder; make one message of what goes wrong."""
+    """Turn any failure to load `name`, the value of `key`, from Hub or folder into one message."""
     reachable = Path(name).exists() or hub_reachable()
     try:
         with contextlib.nullcontext() if reachable else _offline():
             yield
-    except Exception as error:  # other people's files fail in any way
+    except Exception as error:  # third-party files may raise anything
         if reachable:
             raise ConfigError(f"{key}={name}: cannot be loaded: {_told(error)}") from error
-        hub_reachable.cache_clear()  # the next job in this process asks anew
+        hub_reachable.cache_clear()  # the next job in this process probes again
         is_told = constants.HF_HUB_OFFLINE
         why = "HF_HUB_OFFLINE is set" if is_told else "the Hub cannot be reached"
         other = "--train_file" if key == "dataset_name" else "a package:// model"
@@ -54,14 +54,14 @@ def fetching(key: str, name: str) -> Iterator[None]:
 
 
 def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, and those it came from."""
+    """Yield an error, then its chain of causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def _told(error: Exception) -> str:
-    """What an error says, as far as a message has room for it, and what it came from."""
+    """Return an error's text, shortened to one line, and the first line of its cause."""
     words = in_one_line(error)
     if "Config name is missing" in words:
         words += " Fix: --dataset_config_name"
@@ -71,7 +71,7 @@ def _told(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _offline() -> Iterator[None]:
-    """Have the Hub's libraries take what is in their cache, without asking."""
+    """Make the Hub's libraries read from their cache alone, without a request."""
     import datasets
 
     with (
@@ -83,13 +83,13 @@ def _offline() -> Iterator[None]:
 
 @cache
 def hub_reachable() -> bool:
-    """Return whether the Hub answers; asked once, until something could not be had."""
+    """Return whether the Hub answers; cached until a load without the Hub fails."""
     if constants.HF_HUB_OFFLINE:
         return False
     answers = []
 
     def probe() -> None:
-        try:  # any answer will do, also one that refuses
+        try:  # any answer will do, even a refusal
             session = get_session()
             answers.append(session.head(constants.ENDPOINT, timeout=PROBE_SECONDS))
         except Exception as error:
@@ -97,5 +97,5 @@ def hub_reachable() -> bool:
 
     thread = threading.Thread(target=probe, daemon=True)
     thread.start()
-    thread.join(PROBE_SECONDS)  # a name server that hangs heeds no time limit of ours
+    thread.join(PROBE_SECONDS)  # a DNS lookup that hangs ignores `timeout`
     return bool(answers)
