@@ -164,5 +164,5 @@ def locked(folder: Path, path: Path) -> Iterator[Callable[[], None]]:
                 "back, then the same command with --resume_from_checkpoint latest"
             )
 
-    with held, path.open("ab") as own:  # open, its inode is not reused
+    with held, path.open("ab") as own:  # an open file's inode is not reused
         yield check

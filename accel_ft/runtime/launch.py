@@ -1,4 +1,4 @@
-"""A truthful `Accelerator`: what was asked for is what runs, or the run stops here."""
+"""Build the `Accelerator`, and raise if what runs is not exactly what was requested."""
 
 import contextlib
 import logging
@@ -38,14 +38,14 @@ logger = logging.getLogger(__name__)
 
 MIXED_PRECISION = "mixed_precision (a process keeps the one it began with)"
 LAUNCHER_GONE = "the launcher ended before this rank had started"
-QUIET_SECONDS = 20.0  # after which a rank that waits for others says so
+QUIET_SECONDS = 20.0  # rank 0 reports a rendezvous that takes longer
 
 
 def asked_for() -> tuple[Request, bool]:
-    """Return what was asked for, and whether it is on the CPU, which keeps the memory it frees.
+    """Return the request, and whether it runs on the CPU; there, make malloc keep freed memory.
 
     Raises:
-        LaunchError: it cannot be had.
+        LaunchError: the request cannot be met.
     """
     try:
         request = read_request()
@@ -62,19 +62,19 @@ def asked_for() -> tuple[Request, bool]:
 
 
 def make_accelerator(**kwargs: Any) -> Accelerator:
-    """Build the `Accelerator` that was asked for.
+    """Build the requested `Accelerator`.
 
     Args:
         kwargs: passed to `Accelerator`.
 
     Raises:
-        LaunchError: where it cannot be had, with what was asked, what was found and how to mend it.
+        LaunchError: it cannot be built; names what was requested, what was found and the fix.
     """
     give_groups_one_worker()
     request, on_cpu = asked_for()
-    if request.use_cpu:  # FSDP2 and barriers would take the GPUs all the same
+    if request.use_cpu:  # else FSDP2 and barriers would still use the GPUs
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # Evaluation and prediction wait for a slow rank, or for what comes on standard input.
+    # A day: evaluation and prediction may wait for a slow rank, or for standard input.
     kwargs.setdefault("kwargs_handlers", [InitProcessGroupKwargs(timeout=timedelta(days=1))])
     data = DataLoaderConfiguration(non_blocking=True)
     try:
@@ -83,7 +83,7 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
         is_fsdp = accelerator.distributed_type == DistributedType.FSDP
         if request.distributed_type == "FSDP" and (on_cpu or is_fsdp):
             fsdp.make_real(accelerator)
-    except (ValueError, KeyError) as error:  # of what stands in the environment
+    except (ValueError, KeyError) as error:  # a bad value in the environment
         why = f"there is no {error}" if isinstance(error, KeyError) else error
         raise LaunchError(f"{request.source}: accelerate cannot start: {why}") from error
     except RuntimeError as error:
@@ -96,16 +96,16 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
             "start all machines, with the same --main_process_ip and --main_process_port; "
             "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME=the network interface that joins them"
         ) from error
-    # Of each save of T5's kind, whose embeddings are one tensor, it says that this should be well.
+    # Drops its harmless warning at each save of a model with shared embeddings, such as T5.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
-    # With a mask, its backward pass gives NaN on Hopper GPUs (PyTorch's issue 196678): torch then
-    # takes its flash or memory-efficient one.
+    # With a mask, cuDNN attention's backward pass gives NaN on Hopper GPUs (PyTorch issue 196678).
+    # Without it torch uses its flash or memory-efficient kernel.
     torch.backends.cuda.enable_cudnn_sdp(False)
     if accelerator.mixed_precision == "no":
-        torch.backends.cudnn.allow_tf32 = False  # of convolutions; torch has it on by itself
+        torch.backends.cudnn.allow_tf32 = False  # for convolutions torch's default is TF32
     if is_compiled():
         configure(accelerator.mixed_precision)
-    # For `check_granted`: the YAML may be edited for the next job meanwhile.
+    # Kept for `check_granted`: by then the YAML may have been edited for the next job.
     accelerator.asked = request
     asked = request.num_processes
     if asked is not None and asked >= 0 and accelerator.num_processes != asked:
@@ -120,7 +120,7 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
 
 @contextlib.contextmanager
 def _meeting() -> Iterator[None]:
-    """While the ranks wait for each other: end where the launcher does, and say that one waits."""
+    """During the rendezvous: exit if the launcher ends; rank 0 says if it waits for the others."""
     launcher, started, met = own_launcher(), time.monotonic(), threading.Event()
     tells = world_size() > 1 and os.environ.get("RANK") == "0"
 
@@ -149,13 +149,13 @@ def make_training_accelerator(timeout_seconds: float, **kwargs: Any) -> Accelera
     """Build the `Accelerator` that training runs on.
 
     Args:
-        timeout_seconds: after which the watch takes a rank that does not come for lost.
+        timeout_seconds: after which the watch counts a rank that does not arrive as lost.
         kwargs: passed to `Accelerator`.
 
     Raises:
         LaunchError: as `make_accelerator`.
     """
-    if own_launcher() not in (None, os.getppid()):  # ranks would wait for it to join them
+    if own_launcher() not in (None, os.getppid()):  # without a launcher the rendezvous hangs
         raise LaunchError(LAUNCHER_GONE)
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks != "1" and "WORLD_SIZE" not in os.environ:
@@ -166,7 +166,7 @@ def make_training_accelerator(timeout_seconds: float, **kwargs: Any) -> Accelera
     accelerator = make_accelerator(
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-            # Later than the watch, which knows who is missing; NCCL would only abort.
+            # Later than the watch, which names the missing rank; NCCL would only abort.
             InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_seconds + 30)),
         ],
         **kwargs,
@@ -185,23 +185,23 @@ def make_training_accelerator(timeout_seconds: float, **kwargs: Any) -> Accelera
 
 
 def check_granted(accelerator: Accelerator, model: nn.Module) -> None:
-    """Compare what `prepare` made with what was asked for; called before the first update.
+    """Compare what `prepare` made with the request; called before the first update.
 
     Args:
-        accelerator: of `make_accelerator`.
-        model: prepared.
+        accelerator: from `make_accelerator`.
+        model: prepared by it.
 
     Raises:
-        LaunchError: listing the differences.
+        LaunchError: lists the differences.
     """
     request: Request = accelerator.asked
     on_cpu = accelerator.device.type == "cpu"
     alone = (request.num_processes or accelerator.num_processes) == 1
-    wraps_one = accelerator.distributed_type == DistributedType.MULTI_CPU  # as on a GPU it does not
+    wraps_one = accelerator.distributed_type == DistributedType.MULTI_CPU  # unlike on one GPU
     one_or_ddp = "one process" if alone and not wraps_one else "DDP"
     strategy = "FSDP" if request.distributed_type == "FSDP" else one_or_ddp
     compiled = any(
-        is_compiled_module(module) or module._compiled_call_impl is not None  # FSDP2's, by layers
+        is_compiled_module(module) or module._compiled_call_impl is not None  # FSDP2: in place
         for module in model.modules()
     )
     asked_cpu = on_cpu if request.use_cpu is None else request.use_cpu

@@ -1,4 +1,4 @@
-"""What a run tells: messages on the terminal (rank 0), events in metrics.jsonl, a progress bar."""
+"""A run's output: messages on the terminal (rank 0), events in metrics.jsonl, a progress bar."""
 
 import contextlib
 import json
@@ -14,12 +14,12 @@ from tqdm import tqdm
 from accel_ft.errors import CheckpointError, printable
 from accel_ft.runtime.files import fsync, to_json, write_whole
 
-MEASURED = ("train", "eval", "test")  # events of what a run computes; the others are its timeline
+MEASURED = ("train", "eval", "test")  # events of computed values; the others are the timeline
 
 
 class _Terminal:
-    """Standard error, which may go away (`| tee`), be full or not be there: no reason to end a
-    run.
+    """Standard error whose writes never raise: it may be closed (`| tee` ended), full or missing,
+    and the run goes on.
     """
 
     def write(self, text: str) -> None:
@@ -50,17 +50,17 @@ class _TqdmHandler(logging.Handler):
 
 
 class _Collector(logging.Handler):
-    """Keeps the warnings."""
+    """Appends each warning to `warned`, which the receipt lists."""
 
     def emit(self, record: logging.LogRecord) -> None:
         warned.append(record.getMessage())
 
 
-warned: list[str] = []  # since `setup_logging`
+warned: list[str] = []  # since the last `setup_logging`
 
 
 def setup_logging(is_main: bool) -> None:
-    """Show accel_ft's messages, of rank 0 alone; quiet the libraries."""
+    """Show accel_ft's messages (on other ranks than 0 errors alone); silence transformers."""
     logger, ours = logging.getLogger("accel_ft"), (_TqdmHandler, _Collector)
     others = [each for each in logger.handlers if not isinstance(each, ours)]
     logger.handlers = [*others, _TqdmHandler(), _Collector(logging.WARNING)]
@@ -74,7 +74,7 @@ def setup_logging(is_main: bool) -> None:
 
 
 def progress_bar(done: int, total: int, shown: bool) -> Any:
-    """Return a bar of updates; a log file has none, its lines are those of the train events."""
+    """Return a progress bar of updates; none in a log file, which has a line per train event."""
     return tqdm(
         file=TERMINAL,
         total=total,
@@ -87,8 +87,8 @@ def progress_bar(done: int, total: int, shown: bool) -> Any:
 
 
 class EventLog:
-    """metrics.jsonl: one JSON object a line; those of the timeline say when, in UTC. Every rank may
-    hold one; only rank 0's writes.
+    """metrics.jsonl: one JSON object a line; events of the timeline have a time, in UTC. Every rank
+    may hold an EventLog; only rank 0's writes to the file.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class EventLog:
         self.path, self.writes, self.listener, self.check = path, writes, listener, check
 
     def write(self, event: str, step: int, **values: Any) -> None:
-        """Append an event; it is in the hands of the operating system when this returns.
+        """Append an event; on return the operating system has it, but not yet the disk.
 
         Raises:
-            CheckpointError: it cannot be written; of `check`.
+            CheckpointError: it cannot be written, or `check` raised.
         """
         if self.writes:
             self.check()
@@ -125,9 +125,9 @@ class EventLog:
     def rewind(
         self, step: int, eval_is_due: bool = False, passed_over: Collection[int] = ()
     ) -> None:
-        """Drop the events of later updates than `step` (and a half-written last line), which will
-        come again, as will the evaluation of `step` where it is due, and rollbacks but those whose
-        batch is `passed_over`; not when and why it was started and stopped.
+        """Drop what the run will write again: events after update `step`, a half-written last line,
+        the evaluation of `step` if it is due, test and end. Drop rollbacks, unless their batch is
+        in `passed_over`. Keep when and why the run was resumed and stopped.
         """
         if self.writes and self.path.exists():
             kept = (
@@ -146,14 +146,14 @@ class EventLog:
             write_whole(self.path, "".join(kept))
 
     def sync(self) -> None:
-        """Put the events on the disk."""
+        """Flush the events to disk."""
         if self.writes and self.path.exists():
             fsync(self.path)
 
 
 def read_events(path: Path, kind: str | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the events of a metrics.jsonl, all or those of a kind; a line cut short by a kill, or
-    that is no event, is passed over.
+    """Yield the events of a metrics.jsonl, all or those of one kind. A line that a kill cut short,
+    or that holds no event, is skipped.
     """
     if not path.exists():
         return

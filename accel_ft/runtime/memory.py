@@ -1,9 +1,9 @@
-"""The C library's allocator, made to serve training on a CPU: each step wants again what it freed.
+"""The C library's allocator, tuned for training on a CPU: each step allocates what the last freed.
 
-By default glibc gives large blocks back to the system, and each step faults them in anew, 4 KiB at
-a time. And torch asks for aligned blocks, which glibc cuts out of larger ones: the scraps become
-small objects that live on between the large blocks, so that these, freed, do not join again; memory
-grows, and what is taken next lies where no cache has it.
+By default glibc returns large blocks to the system, and each step page-faults them in again, 4 KiB
+at a time. Torch also asks for aligned blocks, which glibc cuts out of larger ones. The remainders
+become small objects that live on between the large blocks, so that freed large blocks cannot merge:
+memory grows, and the next allocation is not in any CPU cache.
 """
 
 import contextlib
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4  # of mallopt(3)
 MIB = 2**20
 TOP_PAD = 64 * MIB
-GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA's, AMD's, Windows' for its Linux
+GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, WSL
 _OF_DEBIAN = f"/usr/lib/{sysconfig.get_config_var('MULTIARCH')}"
 FOLDERS = (f"{sys.prefix}/lib", "/usr/local/lib", _OF_DEBIAN, "/usr/lib64")
-STARTED_ANEW = "accel_ft_started_anew"  # an option -X of Python's, which nothing takes away
-CHOICES = ("LD_PRELOAD", "GLIBC_TUNABLES")  # of an allocator, from a process's start
+STARTED_ANEW = "accel_ft_started_anew"  # a Python -X option: unlike a variable it cannot be unset
+CHOICES = ("LD_PRELOAD", "GLIBC_TUNABLES")  # variables that choose or tune an allocator
 
 
 def restart_with_better_malloc(command: str) -> None:
-    """Start this process anew, with the same arguments, under `better_malloc`, once. To be called
-    before anything else is. Where it cannot be, the process goes on as it is.
+    """Replace this process, once, by one with the same arguments and the variables that
+    `better_malloc` returns. Call it before anything else. If exec fails, the process goes on.
 
     Args:
-        command: what this process was started as, as in python -m accel_ft.train: nothing is done
-            where another program runs it, or a debugger.
+        command: the module on this process's command line, as in python -m accel_ft.train. If it
+            is not there (another program runs it), or under a debugger, this is a no-op.
     """
     is_command = command in sys.orig_argv and sys.gettrace() is None
     if is_command and STARTED_ANEW not in sys._xoptions and (variables := better_malloc()):
@@ -48,10 +48,10 @@ def restart_with_better_malloc(command: str) -> None:
 
 
 def better_malloc() -> dict[str, str]:
-    """Return the variable, and its value, that a process is to be started with: gperftools'
-    tcmalloc where it is installed, else glibc without its caches of scraps.
+    """Return the environment variable, with its value, to start a process with: gperftools'
+    tcmalloc if it is installed, else glibc without its per-thread cache of small blocks.
 
-    Nothing where either of CHOICES is set, be it empty, without glibc, and where there is a GPU.
+    Returns {} if one of CHOICES is set (even if empty), without glibc, and on a machine with a GPU.
     """
     chosen = any(name in os.environ for name in CHOICES)
     has_gpu = any(Path(node).exists() for node in GPU_NODES)
@@ -60,13 +60,13 @@ def better_malloc() -> dict[str, str]:
     for folder in FOLDERS:
         for name in ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4"):
             library = f"{folder}/{name}"
-            if Path(library).exists() and not {" ", ":"} & set(library):  # which part a list
+            if Path(library).exists() and not {" ", ":"} & set(library):  # they separate libraries
                 return {"LD_PRELOAD": library}
     return {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
 
 
 def malloc_in_use() -> str:
-    """Return the allocator's name, with what was set of it from the start."""
+    """Return the allocator's name, and the CHOICES that were set at its start."""
     if hasattr(ctypes.CDLL(None), "tc_malloc"):
         return "tcmalloc"
     name = platform.libc_ver()[0] or sys.platform
@@ -74,7 +74,7 @@ def malloc_in_use() -> str:
 
 
 def keep_freed_memory() -> None:
-    """Set glibc's malloc to hold on to freed memory, and to grow in large steps; the peak stays."""
+    """Make glibc's malloc keep freed memory and grow in large steps; memory stays at its peak."""
     if platform.libc_ver()[0] == "glibc":
         library, never = ctypes.CDLL(None), -1
         for setting in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, never), (_TOP_PAD, TOP_PAD)):
@@ -82,7 +82,7 @@ def keep_freed_memory() -> None:
 
 
 def peak_memory(device: "torch.device") -> int:
-    """Return the most bytes this process had: on its CUDA device, elsewhere resident."""
+    """Return this process's peak memory in bytes: allocated on its CUDA device, else resident."""
     if device.type == "cuda":
         import torch
 

@@ -14,11 +14,11 @@ SKIPPED, RECORDED = 5, 5  # updates: the first ones allocate and compile
 def make_profiler(folder: Path, rank: int, num_steps: int) -> profile:
     """Return a profiler whose `step` is to be called after each update.
 
-    Updates 6 to 10 are left in `folder` as rank_00000.trace.json.gz, and as a table of operations
-    by their own time in rank_00000.txt.
+    It writes updates 6 to 10 to `folder`: a trace as rank_00000.trace.json.gz, and a table of
+    operations, sorted by self time, as rank_00000.txt.
 
     Args:
-        num_steps: updates to come.
+        num_steps: number of updates that the run still has to make.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if num_steps < SKIPPED + RECORDED:
@@ -38,5 +38,5 @@ def make_profiler(folder: Path, rank: int, num_steps: int) -> profile:
         schedule=schedule(wait=SKIPPED - 1, warmup=1, active=RECORDED, repeat=1),
         on_trace_ready=write,
         record_shapes=True,
-        acc_events=True,  # there is one cycle; torch 2.11 warns of a second otherwise
+        acc_events=True,  # no effect on one cycle; else torch 2.11 warns
     )

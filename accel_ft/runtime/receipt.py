@@ -1,4 +1,4 @@
-"""receipt.json: what it would take to believe a run, and to make it again."""
+"""receipt.json: what a reader needs to trust a run, and to reproduce it."""
 
 import contextlib
 import json
@@ -29,10 +29,10 @@ PACKAGES = (
 
 
 def write_receipt(path: Path, accelerator: Accelerator, about_run: dict[str, Any]) -> None:
-    """Write the receipt; the starts of a resumed run are listed in it one after the other.
+    """Write the receipt; a resumed run appends an entry to the list of its starts.
 
     Args:
-        accelerator: tells the strategy as it really is.
+        accelerator: knows the strategy that really runs.
         about_run: fingerprints, hash of the sample order, position.
     """
     starts = []
@@ -58,7 +58,7 @@ def write_receipt(path: Path, accelerator: Accelerator, about_run: dict[str, Any
 
 
 def about_strategy(accelerator: Accelerator) -> dict[str, Any]:
-    """Return how a job really runs."""
+    """Return the strategy that a job really runs under."""
     return {
         "distributed_type": accelerator.distributed_type.value,
         "num_processes": accelerator.num_processes,
@@ -69,12 +69,12 @@ def about_strategy(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def strategy_settings() -> dict[str, str]:
-    """Return the variables in which accelerate hands a strategy's settings on."""
+    """Return the environment variables through which accelerate passes a strategy's settings."""
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(OF_STRATEGY)}
 
 
 def about_machine(device: torch.device) -> dict[str, Any]:
-    """Return the system, the device's name and what drives it."""
+    """Return the system, the device, its libraries' versions, the CPU threads and the allocator."""
     nccl = torch.cuda.nccl.version() if is_nccl_available() else None  # type: ignore[no-untyped-call]
     return {
         "system": platform.platform(),
@@ -88,7 +88,7 @@ def about_machine(device: torch.device) -> dict[str, Any]:
 
 
 def about_program() -> dict[str, Any]:
-    """Return the versions, and the commit, of what computes."""
+    """Return the versions of accel_ft, Python and PACKAGES, and accel_ft's commit."""
     return {
         "accel_ft": accel_ft.__version__,
         "git_commit": git_commit(),

@@ -1,9 +1,9 @@
-"""What was asked for, by accelerate's YAML, command line or the environment, and what of it
-accelerate would silently turn into something else.
+"""Read what accelerate's YAML, its command line or the environment asks for; refuse what accelerate
+would silently change.
 
-`accelerate launch` hands its workers only part of what it was told; the rest (use_cpu of a
-multi-process YAML, the number of processes of a launch that ended up as one) is read from the
-launcher's own command line.
+`accelerate launch` passes only part of its settings to its workers. The rest (use_cpu of a
+multi-process YAML, the number of processes of a launch that fell back to one) is read from the
+launcher's command line.
 """
 
 import contextlib
@@ -29,31 +29,31 @@ OF_JOB = {
     "gradient_clipping": "--max_grad_norm",
 }
 FOREIGN = {"TPU", "DeepSpeed", "Megatron-LM", "FP8", "AWS", "ParallelismConfig"}
-UNHEARD = {  # keys of the YAML
+UNHEARD = {  # YAML keys that accelerate ignores
     "rdzv_backend", "main_training_function", "enable_cpu_affinity", "downcast_bf16", "tpu_name",
     "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env",
 }  # fmt: skip
-OF_COMMAND = ("rdzv_backend", "enable_cpu_affinity")  # where they are heeded
+OF_COMMAND = ("rdzv_backend", "enable_cpu_affinity")  # honoured as options of `accelerate launch`
 KINDS = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP")
 DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 OF_DYNAMO = [
     f"ACCELERATE_DYNAMO_USE_{word}" for word in ("DYNAMIC", "FULLGRAPH", "REGIONAL_COMPILATION")
 ]
-ENVIRONMENT = "the environment"  # where no `accelerate launch` is among the parents
+ENVIRONMENT = "the environment"  # the source if no parent is `accelerate launch`
 SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish", "ash", "busybox"}
 
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for.
+    """The settings that the user requested.
 
     Attributes:
         source: the YAML or command, for messages.
-        num_processes: ranks over all machines; None where nothing says.
-        use_cpu: whether the CPU was asked for; None where nothing says.
-        distributed_type: accelerate's name, such as MULTI_GPU or FSDP; "NO" where nothing says.
+        num_processes: world size, over all machines; None if unspecified.
+        use_cpu: whether the CPU was requested; None if unspecified.
+        distributed_type: accelerate's name, such as MULTI_GPU or FSDP; "NO" if unspecified.
         mixed_precision: no, bf16, fp16 or fp8.
-        is_eager: whether the command line forbids to compile, whatever the YAML says.
+        is_eager: whether the command line forbids compilation, whatever the YAML says.
     """
 
     source: str
@@ -65,7 +65,7 @@ class Request:
 
 
 def read_request() -> Request:
-    """Find what was asked for: in the launcher's command line, else in the environment."""
+    """Read the request from the launcher's command line, or else from the environment."""
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     world_size = os.environ.get("WORLD_SIZE")
     launcher = find_launcher()
@@ -78,14 +78,14 @@ def read_request() -> Request:
     words, folder = launcher
     parser = launch_command_parser()
     args = parser.parse_args(words)
-    has_default = os.path.isfile(default_config_file) and not args.cpu  # as the launcher takes it
+    has_default = os.path.isfile(default_config_file) and not args.cpu  # as the launcher does
     file = args.config_file or (default_config_file if has_default else None)
     path = Path(folder, Path(file).expanduser()) if file else None
     yaml: Any = load_config_from_file(str(path)) if path else None
     words_say = "FSDP" if args.use_fsdp else "MULTI_GPU" if args.multi_gpu else None
     kind = words_say or (str(yaml.distributed_type.value) if yaml else "NO")
     asked_precision = args.mixed_precision or (yaml and yaml.mixed_precision)
-    if kind in KINDS and asked_precision != "fp8":  # others are refused as a whole
+    if kind in KINDS and asked_precision != "fp8":  # `refuse_impossible` refuses others
         _refuse_unheard_options(parser, args, kind)
         if yaml:
             _refuse_unheard_keys(str(file), yaml, kind, args)
@@ -111,10 +111,10 @@ def read_request() -> Request:
 
 
 def _refuse_unheard_options(parser: Any, args: Any, kind: str) -> None:
-    """Stop where the launcher's command line has options of a strategy that is not the job's.
+    """Refuse options of the launcher that belong to another strategy than the job's.
 
     Raises:
-        LaunchError: naming one.
+        LaunchError: names one.
     """
     for option in ("tpu", "use_deepspeed", "use_megatron_lm", "use_parallelism_config"):
         if getattr(args, option):
@@ -137,17 +137,17 @@ def _refuse_unheard_options(parser: Any, args: Any, kind: str) -> None:
 
 
 def _refuse_unheard_keys(file: str, yaml: Any, kind: str, args: Any) -> None:
-    """Stop where the YAML has a section, or a key, that accelerate passes over; not where the
-    command line says the same.
+    """Refuse a section or key of the YAML that accelerate ignores, unless the command line has the
+    same value.
 
     Raises:
-        LaunchError: naming it.
+        LaunchError: names it.
     """
     usual = {field.name: field.default for field in fields(yaml)}
     for key, value in vars(yaml).items():
         is_said = getattr(args, key, None) == value
         if key in UNHEARD and not is_said and value not in (usual[key], None, False, "no", []):
-            # What the launcher has a value of by itself, it does not take from the YAML.
+            # If an option of the launcher has a default, the YAML's value is not read.
             fix = f"; `accelerate launch --{key}` is" * (key in OF_COMMAND)
             raise LaunchError(f"{file}: {key}: {value} is not heeded. Fix: leave it out{fix}")
         is_heeded = key == "mpirun_config" or (key == "parallelism_config" and kind != "NO")
@@ -168,8 +168,8 @@ def _refuse_unheard_keys(file: str, yaml: Any, kind: str, args: Any) -> None:
 
 
 def own_launcher() -> int | None:
-    """Return the number of the process that started this one where it is a launcher, whose end is
-    its ranks' end; not a shell's.
+    """Return the pid of this process's parent if that is a launcher, with which its ranks end;
+    None for a shell or any other parent.
     """
     pid, command = errors.parent
     is_shell = os.path.basename((command or [""])[0]).lstrip("-") in SHELLS
@@ -178,8 +178,8 @@ def own_launcher() -> int | None:
 
 
 def find_launcher() -> tuple[list[str], str] | None:
-    """Return the words after `accelerate launch` of the nearest such parent, and the folder it is
-    in.
+    """Return the arguments of the nearest parent process that is `accelerate launch`, and its
+    working directory.
     """
     with contextlib.suppress(psutil.Error):
         for parent in psutil.Process().parents():
@@ -190,7 +190,7 @@ def find_launcher() -> tuple[list[str], str] | None:
 
 
 def launcher_words(command: list[str]) -> list[str] | None:
-    """Return the words after `accelerate launch` in a process's command line, None in another."""
+    """Return the arguments of an `accelerate launch` command line; None for another command."""
     start = 0
     if command and os.path.basename(command[0]).startswith("python"):
         start = 1
@@ -211,7 +211,7 @@ def launcher_words(command: list[str]) -> list[str] | None:
 
 
 def refuse_impossible(request: Request, on_cpu: bool) -> None:
-    """Stop where accelerate would silently do something else."""
+    """Refuse a request that accelerate would ignore in part, silently change, or crash on."""
     if os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
         raise LaunchError(
             "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is set and would override the accumulation "
@@ -277,7 +277,7 @@ def refuse_impossible(request: Request, on_cpu: bool) -> None:
         (request.use_cpu is False and on_cpu,
          "an accelerator (use_cpu: false), but torch finds none here. "
          "Fix: accelerate_configs/cpu.yaml or cpu_ddp.yaml, or a torch build for your device"),
-        (not on_cpu and ranks > devices,  # accelerate's barriers name a rank's device by its number
+        (not on_cpu and ranks > devices,  # accelerate's barriers use the local rank as device index
          f"{ranks} processes on this machine, of which this one sees {devices} devices. "
          "Fix: --num_processes, one a device; under srun let each see all (no --gpus-per-task)"),
         (precision == "fp16" and on_cpu,
@@ -319,5 +319,5 @@ def refuse_impossible(request: Request, on_cpu: bool) -> None:
 
 
 def world_size() -> int:
-    """How many ranks the environment says there are."""
+    """Return the number of ranks that the launcher put into the environment, else 1."""
     return int(os.environ.get("WORLD_SIZE") or 1)

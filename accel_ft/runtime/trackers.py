@@ -19,11 +19,11 @@ EXTRAS = ("tensorboard", "trackio", "wandb", "mlflow")
 
 
 def check(names: Sequence[str]) -> list[str]:
-    """Return the trackers to hand to `Accelerator(log_with=...)`, which would pass over those that
-    are not installed.
+    """Return the trackers for `Accelerator(log_with=...)`, which would silently skip those that are
+    not installed.
 
     Raises:
-        ConfigError: for one that is unknown or not installed.
+        ConfigError: a tracker is unknown or not installed.
     """
     known, installed = list(LOGGER_TYPE_TO_CLASS), {str(kind) for kind in get_available_trackers()}
     wanted = [name for name in names if name not in ("html", "none")]
@@ -40,14 +40,14 @@ def check(names: Sequence[str]) -> list[str]:
 
 
 class Trackers:
-    """Hands a run's events on to its trackers; on rank 0, as each tracker wants it."""
+    """Passes a run's events to its trackers; each tracker decides whether only rank 0 logs."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self.failed: set[str] = set()
 
     def start(self, config: TrainConfig, step: int) -> None:
-        """Open them, to go on from update `step`."""
+        """Open the trackers, to continue after update `step`."""
         if not check(config.report_to):
             return
         settings = {
@@ -55,7 +55,7 @@ class Trackers:
             for key, value in config.model_dump(mode="json").items()
             if value is not None
         }
-        folder = config.output_dir / "trackers"  # of those with local files
+        folder = config.output_dir / "trackers"  # for trackers with local files
         folder.mkdir(parents=True, exist_ok=True)
         known = folder / "id"  # a new start in the same folder is another run
         name = str(config.output_dir.absolute()).strip("/").replace("/", "-")
@@ -85,7 +85,7 @@ class Trackers:
             logger.warning("%s. The run goes on without trackers, with metrics.jsonl", told)
 
     def log(self, event: str, step: int, values: dict[str, Any]) -> None:
-        """Hand on an event's numbers, by the names <event>/<key>."""
+        """Log an event's numbers under the names <event>/<key>."""
         numbers = {
             f"{event}/{key.removeprefix(event + '_')}": value
             for key, value in values.items()
@@ -93,7 +93,7 @@ class Trackers:
         }
         if not numbers:
             return
-        for tracker in self.accelerator.trackers:  # `Accelerator.log` ends at the first that fails
+        for tracker in self.accelerator.trackers:  # `Accelerator.log` stops at the first failure
             try:
                 tracker.log(numbers, step=step)
             except Exception as error:
@@ -102,7 +102,7 @@ class Trackers:
                 self.failed.add(tracker.name)
 
     def close(self) -> None:
-        """Close them; `Accelerator.end_training` would close the process group as well."""
+        """Close the trackers; `Accelerator.end_training` would also close the process group."""
         for tracker in self.accelerator.trackers:
             try:
                 tracker.finish()
