@@ -1,4 +1,4 @@
-"""What differs between two runs: settings, data, versions, and the first update that does."""
+"""Compare two runs: settings, data, versions, and the first update at which they differ."""
 
 from collections.abc import Iterator
 from itertools import groupby, islice
@@ -11,12 +11,12 @@ CURVES = ("loss", "learning_rate", "grad_norm")
 IDLE_SETTINGS = HUB_KEYS | {"output_dir", "reproduce", "report_to"}
 IDLE_RECEIPT = {"starts", "identity", "warnings"}
 
-Difference = tuple[str, Any, Any]  # what, in the first run, in the second
-Updates = tuple[int, int]  # the last one that an event does not speak of, the last one it does
+Difference = tuple[str, Any, Any]  # what differs, its value in the first run, in the second
+Updates = tuple[int, int]  # an event covers those after the first number, up to the second
 
 
 def differences(one: Record, other: Record) -> Iterator[Difference]:
-    """Yield what differs, causes before effects."""
+    """Yield the differences, causes before effects."""
     for name, a, b, idle in (
         ("setting", one.settings, other.settings, IDLE_SETTINGS),
         ("receipt", _flat(one.receipt), _flat(other.receipt), IDLE_RECEIPT),
@@ -25,7 +25,7 @@ def differences(one: Record, other: Record) -> Iterator[Difference]:
             if key.partition(".")[0] not in idle and not _same(a.get(key), b.get(key)):
                 yield f"{name} {key}", a.get(key), b.get(key)
     first, second = (_over_starts(record.receipt["starts"]) for record in (one, other))
-    for key in sorted(first.keys() & second.keys()):  # all else is the last start's
+    for key in sorted(first.keys() & second.keys()):  # other fields: the last start's
         if first[key] != second[key] and max(len(first[key]), len(second[key])) > 1:
             yield f"{key}, over all starts", first[key], second[key]
     yield from curves(one, other)
@@ -42,15 +42,15 @@ def differences(one: Record, other: Record) -> Iterator[Difference]:
 
 
 def _over_starts(starts: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Return what each start of a run was, one after the other, without repetitions."""
+    """Return each field's values over the starts of a run; consecutive equal values count once."""
     flat = [_flat({**each, "time": None, "step": None}) for each in starts]
     keys = dict.fromkeys(key for each in flat for key in each)
     return {key: [value for value, _ in groupby(each.get(key) for each in flat)] for key in keys}
 
 
 def curves(one: Record, other: Record) -> Iterator[Difference]:
-    """Yield the first updates, first evaluation and first test whose values differ, bit for bit,
-    and the last update where both runs ended and it does.
+    """Yield the first train, eval and test event whose values are not exactly equal; and the last
+    update, if both runs ended, at different ones.
     """
     for event in ("train", "eval", "test"):
         first, second = _by_updates(one, event), _by_updates(other, event)
@@ -67,19 +67,19 @@ def curves(one: Record, other: Record) -> Iterator[Difference]:
 
 
 def _values(event: dict[str, Any]) -> dict[str, Any]:
-    """Return what of an event is compared."""
+    """Return the values of an event that are compared."""
     if event["event"] == "train":
         return {key: event.get(key) for key in CURVES}
     return scores_of(event, with_unknown=True)
 
 
 def shared(one: Record, other: Record, event: str = "train") -> list[Updates]:
-    """Return the updates that events of both runs speak of, in order."""
+    """Return the ranges of updates for which both runs have an event, in order."""
     return sorted(_by_updates(one, event).keys() & _by_updates(other, event).keys())
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Bit for bit; what is no number is the same as itself."""
+    """Return whether two values are exactly equal; NaN equals NaN."""
     return bool(one == other) or repr(one) == repr(other)
 
 

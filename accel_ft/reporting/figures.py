@@ -13,7 +13,7 @@ TICKS_AT_MOST, MARKED_POINTS = 30, 25
 
 
 def curves(records: Sequence[Record]) -> dict[str, Figure]:
-    """Return training curves and validation metrics over updates, by title; runs overlay."""
+    """Return figures over updates, keyed train_<curve> and eval_<metric>; each has all runs."""
     evaluated = (event for record in records for event in record.of("eval"))
     scores = dict.fromkeys(key for event in evaluated for key in scores_of(event))  # each once
     wanted = [("train", key) for key in TRAIN_CURVES] + [("eval", f"eval_{key}") for key in scores]
@@ -23,7 +23,7 @@ def curves(records: Sequence[Record]) -> dict[str, Figure]:
         axes = figure.subplots()
         for record in records:
             points = [(e["step"], e[key]) for e in record.of(event) if e.get(key) is not None]
-            marker = "o" if len(points) < MARKED_POINTS else None  # a line of one point is none
+            marker = "o" if len(points) < MARKED_POINTS else None  # a single point has no line
             steps, found = [step for step, _ in points], [value for _, value in points]
             axes.plot(steps, found, label=_plain(record.name), linewidth=1.2, marker=marker)
         title = key.replace("eval_", "validation ").replace("_", " ")
@@ -36,12 +36,12 @@ def curves(records: Sequence[Record]) -> dict[str, Figure]:
 
 
 def _plain(name: str) -> str:
-    """A name as a legend shows it: no formula, and not left out for its first letter."""
+    """Escape a legend's name: matplotlib reads $ as a formula and hides names that begin with _."""
     return (" " * name.startswith("_")) + name.replace("$", r"\$")
 
 
 def confusion(matrix: NDArray[np.int64], names: Sequence[str]) -> Figure:
-    """Share of each label's samples by prediction, with their counts."""
+    """Draw a confusion matrix: the colour is the share of a label's samples, the text a count."""
     size = min(max(4.0, 0.6 * len(names) + 2), 14.0)
     figure = Figure(figsize=(size, size * 0.9), layout="constrained")
     axes = figure.subplots()
@@ -59,7 +59,7 @@ def confusion(matrix: NDArray[np.int64], names: Sequence[str]) -> Figure:
 
 
 def values(labels: NDArray[np.float32], predictions: NDArray[np.float32]) -> Figure:
-    """A regression's predictions over the labels."""
+    """Draw a regression's predictions against the labels."""
     figure = Figure(figsize=(4.6, 4.4), layout="constrained")
     axes = figure.subplots()
     axes.scatter(labels, predictions, s=8, alpha=0.5)
@@ -71,7 +71,7 @@ def values(labels: NDArray[np.float32], predictions: NDArray[np.float32]) -> Fig
 
 
 def reliability(rows: NDArray[np.float64], error: float) -> Figure:
-    """Accuracy over confidence, and where the samples are."""
+    """Draw accuracy against confidence, and below it the share of the samples in each bin."""
     figure = Figure(figsize=(4.4, 4.4), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     upper.plot([0, 1], [0, 1], color="grey", linewidth=1, linestyle="--")

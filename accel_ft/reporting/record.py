@@ -25,13 +25,13 @@ class Record:
     """A run as it stands on the disk.
 
     Attributes:
-        name: of its folder.
-        settings: config.yaml.
-        receipt: receipt.json.
-        events: of metrics.jsonl.
-        predictions: arrays of predictions.npz: `logits` float32 [n, C], `labels`, `rows` int64 [n];
-            {} before the run's end.
-        mistakes: of mistakes.jsonl.
+        name: the folder's name.
+        settings: from config.yaml.
+        receipt: from receipt.json.
+        events: from metrics.jsonl.
+        predictions: arrays of predictions.npz, such as `logits` float32 [n, C], `rows` int64 [n],
+            `labels` int64 [n] (regression float32 [n], multi-label [n, C]); {} before the end.
+        mistakes: from mistakes.jsonl.
     """
 
     name: str
@@ -42,13 +42,13 @@ class Record:
     mistakes: list[dict[str, Any]]
 
     def of(self, event: str) -> list[dict[str, Any]]:
-        """Return the events of a kind."""
+        """Return the events of one kind."""
         return [each for each in self.events if each["event"] == event]
 
 
 def scores_of(event: dict[str, Any], with_unknown: bool = False) -> dict[str, Any]:
-    """Return the metrics of an eval, test or end event, by name; on request those that are None,
-    too, as they are of a model that returns NaN.
+    """Return the metrics of an eval, test or end event, by name. `with_unknown` includes metrics
+    that are None: those of a model that returns NaN.
     """
     return {
         key.partition("_")[2]: value
@@ -60,8 +60,8 @@ def scores_of(event: dict[str, Any], with_unknown: bool = False) -> dict[str, An
 
 
 def results(events: Iterable[dict[str, Any]]) -> tuple[dict[str, float], str]:
-    """Return the metrics of the model that a run ended with, or of its newest evaluation so far,
-    and the split that they are of: "test" where there is one, else "validation".
+    """Return the metrics of a run's final model, or of its newest evaluation if it has not ended,
+    and the split they were measured on: "test" if there is a test event, else "validation".
     """
     newest = {event["event"]: event for event in events}
     found = next((newest[kind] for kind in ("test", "end", "eval") if kind in newest), {})
@@ -72,17 +72,17 @@ def read_record(folder: Path) -> Record:
     """Read a run's folder.
 
     Raises:
-        ConfigError: it holds no run.
+        ConfigError: the folder holds no run.
     """
     events = list(read_events(folder / "metrics.jsonl"))
     receipt, settings = read_receipt(folder), read_settings(folder / "config.yaml")
     predictions, mistakes = {}, []
     try:
         if (folder / "predictions.npz").is_file():
-            with (folder / "predictions.npz").open("rb") as file:  # closed, whatever it holds
+            with (folder / "predictions.npz").open("rb") as file:  # closed even on an error
                 predictions = dict(np.load(file))
         if (folder / "mistakes.jsonl").is_file():
-            with (folder / "mistakes.jsonl").open(encoding="utf-8") as lines:  # U+2028 in texts
+            with (folder / "mistakes.jsonl").open(encoding="utf-8") as lines:  # U+2028 ends no line
                 mistakes = [json.loads(line) for line in lines]
     except (OSError, ValueError, EOFError, BadZipFile) as error:
         logger.warning("%s: its predictions or mistakes cannot be read (%s)", folder, error)
@@ -93,13 +93,13 @@ def read_record(folder: Path) -> Record:
 def calibration(
     confidence: NDArray[np.float64], correct: NDArray[np.bool_]
 ) -> tuple[NDArray[np.float64], float]:
-    """Return what a reliability diagram shows, and the expected calibration error.
+    """Return the points of a reliability diagram, and the expected calibration error.
 
     Source: Guo et al., arXiv:1706.04599, with 15 bins of equal width.
 
     Returns:
-        float64 [bins that hold samples, 3]: mean confidence, accuracy, share of the samples; and
-        the mean over the samples of their bin's |confidence - accuracy|.
+        float64 [number of bins with samples, 3]: mean confidence, accuracy, share of the samples;
+        and |confidence - accuracy| of the bins, averaged over the samples.
     """
     bins = np.minimum((confidence * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
     rows = np.array(
@@ -115,22 +115,23 @@ def intervals(
     hits: int, present: int, predicted: int, total: int
 ) -> dict[str, tuple[float, float, float]]:
     """Return one class's scores and their 95 % intervals, from the posterior of the four counts
-    under Jeffreys' prior, which stays sound at none and at all of few samples; the score is inside.
+    under Jeffreys' prior. It holds for few samples, also if none or all are hits. Each interval is
+    widened to include the score.
 
     Source: Goutte and Gaussier, A probabilistic interpretation of precision, recall and F-score.
 
     Args:
-        hits: samples of the class that were predicted so.
-        present, predicted: samples of the class; samples predicted so.
-        total: samples in all.
+        hits: number of samples of the class that were predicted as it.
+        present, predicted: number of samples of the class; of samples predicted as it.
+        total: number of all samples.
 
     Returns:
-        precision, recall, f1: the score, the lower and the upper end.
+        precision, recall, f1: the score, the lower and the upper end of its interval.
     """
-    from accel_ft.metrics import class_scores  # `import evaluate` is slow to come
+    from accel_ft.metrics import class_scores  # it imports `evaluate`, which is slow
 
     counts = np.array([hits, present - hits, predicted - hits, total - present - predicted + hits])
-    drawn = np.random.default_rng(0).dirichlet(counts + 0.5, DRAWS) * 1e9  # counts have no unit
+    drawn = np.random.default_rng(0).dirichlet(counts + 0.5, DRAWS) * 1e9  # above the floor of 1
     hit, missed, false, _ = np.vstack([counts, drawn]).T
     scores = class_scores(hit, hit + missed, hit + false)
     found = {}

@@ -1,4 +1,4 @@
-"""Runs -> one self-contained report.html, and its pictures as PNGs."""
+"""Write one self-contained report.html about one or more runs, and its pictures as PNGs."""
 
 import base64
 import io
@@ -23,14 +23,14 @@ DPI = 130
 
 
 def write_report(folders: Sequence[Path], output: Path) -> Path:
-    """Write the report of one run, or of several that overlay.
+    """Write the report of one run, or of several, whose curves share figures.
 
     Args:
-        folders: of the runs.
-        output: folder for report.html; the PNGs go to report/ in it.
+        folders: the runs' folders.
+        output: folder for report.html; the PNGs go into its subfolder report/.
 
     Raises:
-        ConfigError: a folder holds no run, a library is missing, or a link leads elsewhere.
+        ConfigError: a folder holds no run, a library is missing, or report/ is a symbolic link.
     """
     records = [read_record(folder) for folder in folders]
     if len({record.name for record in records}) < len(records):
@@ -55,7 +55,7 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
     images = {}
     for name, figure in pictures.items():
         file, image = output / "report" / f"{name.replace('/', '_')}.png", io.BytesIO()
-        with warnings.catch_warnings():  # a font without a label's letters: the page has them
+        with warnings.catch_warnings():  # the font may lack a label's glyphs; the page has them
             warnings.filterwarnings("ignore", "Glyph")
             figure.savefig(image, dpi=DPI)
         write_whole(file, image.getbuffer())
@@ -71,7 +71,7 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
 
 
 def _about(record: Record) -> dict[str, Any]:
-    """What the page says of one run."""
+    """Return the template's variables for one run."""
     end = record.of("end")
     scores, split = results(record.events)
     state = f"ended at update {end[-1]['step']}" if end else "has not ended"
@@ -93,14 +93,14 @@ def _about(record: Record) -> dict[str, Any]:
 
 
 def _text(value: Any) -> Any:
-    """What stands in a cell: a tree as YAML, which is easier to read than Python's own words."""
+    """Return a table cell's text: a tree as YAML, which is easier to read than its repr."""
     if isinstance(value, str | int):
         return value
     return yaml.safe_dump(value, sort_keys=False, allow_unicode=True).removesuffix("...\n")
 
 
 def _shortened(text: Any) -> Any:
-    """A text, or a pair of texts, as the page shows it."""
+    """Return a text, or a pair of texts, each cut to TEXT_SHOWN characters."""
     if isinstance(text, list):
         return [_shortened(part) for part in text]
     return text if len(text) <= TEXT_SHOWN else f"{text[:TEXT_SHOWN]} ..."
@@ -135,7 +135,7 @@ def _about_predictions(record: Record) -> dict[str, Any]:
 def _confusions(
     matrix: NDArray[np.int64], names: Sequence[str]
 ) -> list[tuple[str, str, int, float]]:
-    """Return the commonest mistakes: label, prediction, rows, share of the label's rows."""
+    """Return the most frequent confusions: label, prediction, rows, share of the label's rows."""
     wrong = matrix * (1 - np.eye(len(names), dtype=np.int64))
     largest = np.argsort(-wrong, axis=None, kind="stable")[:CONFUSIONS_SHOWN]
     places = np.transpose(np.unravel_index(largest, wrong.shape)).tolist()

@@ -1,11 +1,11 @@
-"""One rank's eye on itself and on the others: signals, heartbeats, and the last word on a rank that
-died or stopped.
+"""Watch this rank and the others: signals, heartbeats, and the message about a rank that died or
+stopped.
 
-    <output_dir>/ranks/rank_00000.json   heartbeat: where the process is and what it does
-                       rank_00000.log    Python stacks at a crash, or when another rank ended
+    <output_dir>/ranks/rank_00000.json   heartbeat: host, pid and stage of the process
+                       rank_00000.log    Python stacks at a crash, or when another rank is lost
 
-A thread does it all, so that it also works while the main thread waits for another rank: Python
-runs a signal handler only between two bytecodes.
+A thread does the work. Python runs signal handlers only between two bytecodes of the main thread,
+which may be blocked in a collective.
 """
 
 import contextlib
@@ -44,21 +44,21 @@ from accel_ft.runtime.request import own_launcher
 
 logger = logging.getLogger(__name__)
 
-SAME_SIGNAL_SECONDS = 1.0  # schedulers and launchers both pass a signal on: it arrives twice
+SAME_SIGNAL_SECONDS = 1.0  # a scheduler and a launcher both pass a signal on: it arrives twice
 TICK_SECONDS = 0.5
-TELL_SECONDS = 1.0  # in which a message is read, or left unread
+TELL_SECONDS = 1.0  # limit for a message to a terminal that may block
 GRACE_SECONDS = 2.0  # in which the main thread may notice another rank's end, and clean up
-SILENCE_SECONDS = 30.0  # of a rank on another machine: a shared file system may lag
-SAME_BIRTH_SECONDS = 5.0  # a process number used again is of a process born later
-SHARED_SECONDS = 60.0  # in which others see what one machine writes: NFS caches so long
+SILENCE_SECONDS = 30.0  # of a heartbeat from another machine: a shared file system may lag
+SAME_BIRTH_SECONDS = 5.0  # if creation times differ by more, the pid was reused
+SHARED_SECONDS = 60.0  # until one machine's write is visible on the others: NFS caches that long
 PATIENCE = timedelta(days=7)
 
 
 def new_host_group(timeout: timedelta | None = None) -> Any:
-    """Return a gloo group of all ranks, which speaks on the host. Collective.
+    """Return a gloo group of all ranks, for collectives on the host. Collective.
 
     Raises:
-        LaunchError: the ranks do not find each other.
+        LaunchError: the ranks cannot connect to each other.
     """
     try:
         return dist.new_group(backend="gloo", timeout=timeout)
@@ -70,18 +70,19 @@ def new_host_group(timeout: timedelta | None = None) -> Any:
 
 
 class Watch:
-    """This rank among the others. Making one is collective.
+    """Watches this rank and the others. The constructor is collective.
 
     Args:
         folder: of heartbeats and logs, on a file system that all ranks share.
-        rank, num_ranks: of this process.
-        limit_seconds: after which a rank that is stopped counts as lost.
-        advice: told where another rank was lost.
-        fault: why this rank cannot begin.
-        clean_up: called before this process is ended at once, with whether the logs are named.
+        rank, num_ranks: of this process; the world size.
+        limit_seconds: after which a stopped or silent rank counts as lost.
+        advice: a line to add to the message about a lost rank.
+        fault: the error because of which this rank cannot begin, if any.
+        clean_up: called before this process exits at once; its argument says whether to keep the
+            logs, as the message names them.
 
     Raises:
-        Exception: the fault, on all ranks: a program may go on after it.
+        Exception: the fault, on all ranks, of the lowest rank that has one.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Watch:
         self._stopped_at = 0.0
         self._can_save = self._interrupted = self._gives_up = False
         self._has_begun = self._is_over = False
-        self._late_signal = 0  # that came when this rank had failed
+        self._late_signal = 0  # arrived during `__exit__`
         self._beat: dict[str, Any] = {"rank": rank, "host": _host(), "pid": os.getpid()}
         self._beat |= {"born": psutil.Process().create_time(), "stage": "start", "count": 0}
         self._beat["exit_code"] = RankError.exit_code
@@ -118,7 +119,7 @@ class Watch:
         if num_ranks > 1:
             self._patient_group = new_host_group(PATIENCE)  # rank 0 may wait for the folder's lock
             self._group = new_host_group(timedelta(seconds=limit_seconds))
-        # By it, a heartbeat is known for one of this run, not of an earlier one.
+        # Tells this run's heartbeats from those that an earlier run left in the folder.
         self._beat["run"] = self.all_gather(secrets.token_hex(8))[0]
         for error in self.all_gather(fault):
             if error is not None:
@@ -126,10 +127,10 @@ class Watch:
         if num_ranks > 1:
             self._check_shared()
 
-    # What the ranks say to each other: on the host, so that no accelerator waits.
+    # Collectives, on the host, so that no accelerator has to synchronize.
 
     def all_max(self, *numbers: int) -> list[int]:
-        """Return the greatest of each number over all ranks, on the host. Collective."""
+        """Return the maximum of each number over all ranks. Collective."""
         if self.num_ranks == 1:
             return list(numbers)
         greatest = torch.tensor(numbers)
@@ -137,7 +138,7 @@ class Watch:
         return [int(number) for number in greatest]
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, in order; on the host, without a time limit. Collective."""
+        """Return every rank's value, by rank; waits as long as it takes. Collective."""
         values = [value]
         if self.num_ranks > 1:
             values *= self.num_ranks
@@ -151,7 +152,7 @@ class Watch:
 
     @contextlib.contextmanager
     def first(self, is_first: bool) -> Any:
-        """Let some ranks do a thing before the others, as long as it takes. Collective."""
+        """Run the body on the ranks with `is_first`, then on the others. Collective."""
         if not is_first:
             self.barrier()
         yield
@@ -159,14 +160,14 @@ class Watch:
             self.barrier()
 
     def _check_shared(self) -> None:
-        """Refuse a folder that is another one on another machine: each would keep its own part of a
+        """Refuse an output_dir that the machines do not share: each would hold a part of a
         checkpoint. Collective.
 
         Raises:
-            ConfigError: naming the ranks that do not see what rank 0 writes.
+            ConfigError: names the ranks that do not see what rank 0 writes.
         """
-        self._write_beat()  # each: NFS looks anew at a folder that it has changed itself
-        can_write = self.all_gather(self._can_write)[0]  # else a full disk is told when it matters
+        self._write_beat()  # on all ranks: an NFS client rereads a folder it wrote to
+        can_write = self.all_gather(self._can_write)[0]  # if not, a later write will report it
         deadline = time.monotonic() + SHARED_SECONDS
         is_seen = self.rank == 0 or not can_write
         while not is_seen and time.monotonic() < deadline:
@@ -181,11 +182,11 @@ class Watch:
             )
 
     def stage(self, name: str, can_save: bool = False) -> None:
-        """Say what this rank does now.
+        """Record what this rank is doing.
 
         Args:
             name: start, data, model, wrap, step N, save, eval, end.
-            can_save: whether a signal may wait for a save; else it ends the process at once.
+            can_save: whether a stop signal leads to a save; if not, it ends the process at once.
         """
         self._can_save = can_save
         self._beat["stage"] = name
@@ -193,13 +194,13 @@ class Watch:
             self._interrupt(self.stop_signal, None)
             self._exit_unsaved()
 
-    # The thread.
+    # The watching thread.
 
     def __enter__(self) -> Self:
         path = self.folder / f"rank_{self.rank:05d}.log"
-        self._log = path.open("a", encoding="utf-8", errors="backslashreplace")  # of file names
+        self._log = path.open("a", encoding="utf-8", errors="backslashreplace")  # file names
         print(f"started {time.strftime('%F %T')}, pid {os.getpid()}", file=self._log, flush=True)
-        self._dumps_crash = not faulthandler.is_enabled()  # else to where the program wants it
+        self._dumps_crash = not faulthandler.is_enabled()  # else keep the program's file
         if self._dumps_crash:
             faulthandler.enable(self._log)
         self._wake_end, self._wake = socket.socketpair()
@@ -207,7 +208,7 @@ class Watch:
         self._old_handlers, self._old_wakeup = {}, -1
         if threading.current_thread() is threading.main_thread():
             self._old_wakeup = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-            # torchrun ends at its terminal's end in spite of `nohup`, and its ranks with it.
+            # torchrun handles SIGHUP even under `nohup`, and ends its ranks: they must save.
             spared = () if "TORCHELASTIC_RUN_ID" in os.environ else (signal.SIGHUP, signal.SIG_IGN)
             for number in STOP_SIGNALS:
                 handler = signal.getsignal(number)
@@ -236,13 +237,13 @@ class Watch:
             words = lost or self._words(self._beat, f"failed ({self._failed})")
             leave_last_words(f"error: {words}")  # the launcher may end this rank from here on
             self._say("".join(traceback.format_exception(error)), aloud=False)
-        self._wake.send(b"\0")  # no signal has the number 0: the thread's end
+        self._wake.send(b"\0")  # 0 is no signal's number: it ends the thread
         self._thread.join()
-        if words:  # the thread may have left older ones meanwhile
+        if words:  # again: the thread may have overwritten them
             leave_last_words(f"error: {words}")
         self._write_beat(ended=ended)
         self._let_go()
-        # The launcher waits for this rank's end: its signal must not be lost.
+        # Raise the signal again: its sender, the launcher, waits for this rank to end.
         if self._late_signal and self.num_ranks > 1 and not ended:
             signal.raise_signal(self._late_signal)
         if lost is not None:
@@ -254,7 +255,7 @@ class Watch:
             raise Preempted(f"SIGINT at stage {stage}: stopped, {why}") from error
 
     def _cause(self, error: BaseException) -> tuple[str | None, int]:
-        """Return what is to be said where the error is another rank's end, and the exit code."""
+        """Return the message if other ranks caused the error, else None; and the exit code."""
         felt = isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError)
         if self.num_ranks == 1 or not felt:
             return None, RankError.exit_code
@@ -268,10 +269,10 @@ class Watch:
         return lost, RankError.exit_code
 
     def _let_go(self) -> None:
-        """Put back the handlers that were, and close what is open."""
+        """Restore the signal handlers, and close the log and the sockets."""
         if threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(-1)
-            with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+            with contextlib.suppress(OSError, ValueError):  # the program closed its own
                 signal.set_wakeup_fd(self._old_wakeup)
             for number, handler in self._old_handlers.items():
                 signal.signal(number, handler)
@@ -289,16 +290,16 @@ class Watch:
                     return
                 if number in self._old_handlers:
                     self._on_signal(number)
-                elif self._old_wakeup >= 0:  # the program's, which learns of it as it would
-                    with contextlib.suppress(OSError):  # it is full, or closed
+                elif self._old_wakeup >= 0:  # the program's signal: pass it to its wakeup fd
+                    with contextlib.suppress(OSError):  # full, or closed
                         os.write(self._old_wakeup, bytes([number]))
             if self._gives_up and not ready:
-                self._wake_main()  # it may have fallen asleep between the signal and its handler
+                self._wake_main()  # again: it may have blocked between the signal and its handler
             if self._launcher not in (None, os.getppid()) and not self.stop_signal:
                 self._on_signal(signal.SIGTERM, "the launcher is gone")
             now = time.monotonic()
             pause = max(2 * TICK_SECONDS, self.num_ranks / 32)
-            if now - beats > pause + 20 * TICK_SECONDS:  # it was stopped itself: look anew
+            if now - beats > pause + 20 * TICK_SECONDS:  # this rank was stopped itself: start over
                 self._seen, self._suspected_since = {}, None
             if now - beats >= pause:
                 beats = now
@@ -311,7 +312,7 @@ class Watch:
         is_first = not self.stop_signal
         if is_first or self._is_over:
             lost = self._find_lost() if self.num_ranks > 1 else None
-            if lost is not None:  # the launcher ends the others when one is gone
+            if lost is not None:  # the signal is the launcher's, which ends the others
                 self._end(lost)
         if self._is_over:
             return
@@ -322,10 +323,10 @@ class Watch:
             if not self._can_save:
                 self._exit_unsaved()
             words = "%s: saving after this update; a second signal ends the run at once"
-            _tell(lambda: logger.warning(words, reason or name))  # rank 0 does, as all messages
+            _tell(lambda: logger.warning(words, reason or name))  # shown by rank 0 alone
         elif now - self._stopped_at > SAME_SIGNAL_SECONDS:
             if number == signal.SIGINT and self.num_ranks == 1 and hasattr(sys, "ps1"):
-                if not self._gives_up:  # a notebook, or a prompt: only the run ends
+                if not self._gives_up:  # a notebook or a prompt: end the run alone
                     self._gives_up = True
                     self._wake_main()
                 return
@@ -333,23 +334,23 @@ class Watch:
             self._leave(f"{name} again: stopped at once, without saving", 128 + number)
 
     def _wake_main(self) -> None:
-        """Have the main thread raise KeyboardInterrupt, from a sleep too, unless it has."""
+        """Make the main thread raise KeyboardInterrupt, even out of a sleep, unless it has."""
         main, is_done = threading.main_thread().ident, self._interrupted or self._is_over
         assert main is not None
         if not is_done and signal.getsignal(signal.SIGINT) == self._interrupt:
             signal.pthread_kill(main, signal.SIGINT)
 
     def _leaves_to_python(self, number: int) -> bool:
-        """Whether Ctrl-C has nothing to save: one process alone, maybe a notebook, outlives it."""
+        """Return whether Ctrl-C only raises: a single process with nothing to save outlives it."""
         return number == signal.SIGINT and self.num_ranks == 1 and not self._can_save
 
     def _interrupt(self, number: int, _: Any) -> None:
-        """The handler, in the main thread; all else is done in the watching one."""
+        """Handle a signal in the main thread; the watching thread does all other work."""
         if self._is_over:
             self._late_signal = number
         elif self._has_begun and (self._gives_up or self._leaves_to_python(number)):
             self._interrupted = True
-            raise KeyboardInterrupt  # which no `except Exception` on the way takes for its own
+            raise KeyboardInterrupt  # passes through every `except Exception`
 
     def _exit_unsaved(self) -> None:
         name = signal.Signals(self.stop_signal).name
@@ -369,10 +370,10 @@ class Watch:
             self._end(lost)
 
     def _end(self, lost: tuple[int, str, int]) -> None:
-        """End this process, whose main thread may wait for a rank that will not come."""
+        """Exit at once: the main thread may be waiting for the lost rank."""
         rank, words, exit_code = lost
         self._failed, self._beat["exit_code"] = words, exit_code
-        self._write_beat()  # or a third rank takes this one's end for the cause
+        self._write_beat()  # first: else a third rank would blame this one
         faulthandler.dump_traceback(self._log)
         self._clean_up(exit_code != Preempted.exit_code)
         told = words if exit_code == Preempted.exit_code else self._advised(words)
@@ -402,7 +403,7 @@ class Watch:
             staging.write_text(json.dumps(self._beat))
             staging.replace(self._path(self.rank))
             self._can_write = True
-        except OSError:  # a full disk is told by who writes what matters
+        except OSError:  # a full disk: the next event or checkpoint reports it
             self._can_write = False
         if not ended and not self._failed:
             leave_last_words(self._advised(self._words(self._beat, "ended without a message")))
@@ -419,7 +420,7 @@ class Watch:
         )
 
     def _if_timed_out(self, error: BaseException) -> str | None:
-        """Say where the other ranks were when this one waited in vain."""
+        """Return where the other ranks were if the error is a timeout, else None."""
         if "imed out" not in str(error):
             return None
         others = [self._words(beat, "has not come") for beat in self._others()]
@@ -428,8 +429,8 @@ class Watch:
     def _find_lost(
         self, limit: float = 0.0, wait_seconds: float = 0.0
     ) -> tuple[int, str, int] | None:
-        """Return the first rank that failed, died, or was stopped for `limit` seconds (0: those
-        that are stopped do not count), what is to be said of it, and the exit code.
+        """Return the first rank that failed, died, or was stopped for `limit` seconds (0: ignore
+        stopped ranks), the message about it, and the exit code; None if all are well.
         """
         deadline = time.monotonic() + wait_seconds
         while True:
@@ -447,14 +448,14 @@ class Watch:
     def _others(self) -> list[dict[str, Any]]:
         beats = []
         for rank in range(self.num_ranks):
-            with contextlib.suppress(OSError, ValueError, KeyError):  # not there, or another's
+            with contextlib.suppress(OSError, ValueError, KeyError):  # missing, or foreign
                 beat = json.loads(self._path(rank).read_text(encoding="utf-8"))
                 if rank != self.rank and beat["run"] == self._beat["run"] and not beat["ended"]:
                     beats.append(beat)
         return beats
 
     def _fate(self, beat: dict[str, Any], limit: float) -> str:
-        """What happened to another rank: "" while it is well."""
+        """Return what happened to another rank; "" while it is well."""
         if beat["failed"]:
             was_signalled = beat["exit_code"] == Preempted.exit_code
             return f"{'ended' if was_signalled else 'failed'} ({beat['failed']})"
@@ -467,7 +468,7 @@ class Watch:
         if last != beat["count"]:
             self._seen[beat["rank"]] = (beat["count"], now)
             return ""
-        silent = now - since if self._can_write else 0.0  # who cannot write cannot judge
+        silent = now - since if self._can_write else 0.0  # without the folder, no verdict
         return f"was silent for {silent:.0f} s" if silent > max(limit, SILENCE_SECONDS) else ""
 
     def _fate_here(self, beat: dict[str, Any], limit: float) -> str:
@@ -476,7 +477,7 @@ class Watch:
         try:
             process = psutil.Process(beat["pid"])
             status = process.status()
-            shift = psutil.Process().create_time() - self._beat["born"]  # the clock was set
+            shift = psutil.Process().create_time() - self._beat["born"]  # if the clock was set
             another = abs(process.create_time() - shift - beat["born"]) > SAME_BIRTH_SECONDS
         except psutil.NoSuchProcess:
             another = True
@@ -491,12 +492,12 @@ class Watch:
             return ""
         self._killed[beat["rank"]] = f"was stopped for {now - since:.0f} s"
         with contextlib.suppress(psutil.Error):  # gone meanwhile
-            process.kill()  # or the launcher waits for it half a minute more
+            process.kill()  # else the launcher waits half a minute more for it
         return self._killed[beat["rank"]]
 
 
 def _crash(log: Path, pid: int) -> str:
-    """What a process that crashed left in its log, in brackets; "" where it was killed."""
+    """Return the fatal error and frame in a crashed process's log, in brackets; "" if killed."""
     text = ""
     with contextlib.suppress(OSError):
         text = log.read_text(encoding="utf-8", errors="replace").rpartition(f", pid {pid}\n")[2]
@@ -506,7 +507,7 @@ def _crash(log: Path, pid: int) -> str:
 
 
 def _tell(tell: Callable[[], None]) -> None:
-    """Say something beside this thread, which goes on where nobody reads it."""
+    """Print from a thread of its own, so that a blocked terminal does not block the watch."""
 
     def try_to_tell() -> None:
         with contextlib.suppress(OSError, ValueError):  # ValueError: it cannot be encoded
@@ -518,8 +519,8 @@ def _tell(tell: Callable[[], None]) -> None:
 
 
 def _host() -> str:
-    """The machine, and on Linux the container: elsewhere a process number means nothing. Machines
-    made of one image may have one name, and all number their first container alike.
+    """Return what identifies the machine and, on Linux, the pid namespace: a pid is valid in it
+    alone. Machines made from one image may share hostname and namespace number, but not a boot id.
     """
     name = socket.gethostname()
     with contextlib.suppress(OSError):
@@ -529,7 +530,7 @@ def _host() -> str:
 
 
 def _forget_signals() -> None:
-    """A forked worker's signals are its own."""
+    """Keep a forked worker's signals from its parent's wakeup fd."""
     with contextlib.suppress(ValueError):
         signal.set_wakeup_fd(-1)
 
