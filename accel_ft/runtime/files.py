@@ -71,7 +71,7 @@ def writing(name: str) -> Iterator[Any]:
             if final.exists():
                 staging.chmod(final.stat().st_mode & 0o777)
             yield file
-    except OSError as error:  # maybe of a file that the caller reads meanwhile
+    except OSError as error:  # or one of the caller's own reads, meanwhile
         if error.filename == str(staging) or error.errno in (errno.ENOSPC, errno.EDQUOT):
             error.filename = name
         raise

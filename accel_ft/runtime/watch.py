@@ -138,7 +138,7 @@ class Watch:
         return [int(number) for number in greatest]
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank; waits as long as it takes. Collective."""
+        """Return every rank's value, by rank; waits up to PATIENCE. Collective."""
         values = [value]
         if self.num_ranks > 1:
             values *= self.num_ranks
@@ -146,7 +146,7 @@ class Watch:
         return values
 
     def barrier(self) -> None:
-        """Wait for all ranks, as long as it takes. Collective."""
+        """Wait for all ranks, up to PATIENCE. Collective."""
         if self.num_ranks > 1:
             dist.barrier(self._patient_group)
 
@@ -198,7 +198,7 @@ class Watch:
 
     def __enter__(self) -> Self:
         path = self.folder / f"rank_{self.rank:05d}.log"
-        self._log = path.open("a", encoding="utf-8", errors="backslashreplace")  # file names
+        self._log = path.open("a", encoding="utf-8", errors="backslashreplace")  # odd names
         print(f"started {time.strftime('%F %T')}, pid {os.getpid()}", file=self._log, flush=True)
         self._dumps_crash = not faulthandler.is_enabled()  # else keep the program's file
         if self._dumps_crash:
@@ -272,7 +272,7 @@ class Watch:
         """Restore the signal handlers, and close the log and the sockets."""
         if threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(-1)
-            with contextlib.suppress(OSError, ValueError):  # the program closed its own
+            with contextlib.suppress(OSError, ValueError):  # the program closed its fd
                 signal.set_wakeup_fd(self._old_wakeup)
             for number, handler in self._old_handlers.items():
                 signal.signal(number, handler)
@@ -312,7 +312,7 @@ class Watch:
         is_first = not self.stop_signal
         if is_first or self._is_over:
             lost = self._find_lost() if self.num_ranks > 1 else None
-            if lost is not None:  # the signal is the launcher's, which ends the others
+            if lost is not None:  # one ended, so the launcher signals the others
                 self._end(lost)
         if self._is_over:
             return
@@ -326,7 +326,7 @@ class Watch:
             _tell(lambda: logger.warning(words, reason or name))  # shown by rank 0 alone
         elif now - self._stopped_at > SAME_SIGNAL_SECONDS:
             if number == signal.SIGINT and self.num_ranks == 1 and hasattr(sys, "ps1"):
-                if not self._gives_up:  # a notebook or a prompt: end the run alone
+                if not self._gives_up:  # a notebook or a prompt: end only the run
                     self._gives_up = True
                     self._wake_main()
                 return
