@@ -1,7 +1,7 @@
 """What can be set: the keys, their defaults and their rules. `settings.py` reads them.
 
-Keys are flat and named as in `transformers.TrainingArguments` where it has one. Mixed precision,
-strategy, number of processes and compile belong to accelerate's YAML and are not here.
+Keys are flat, and named as in `transformers.TrainingArguments` where that has the same key. Mixed
+precision, strategy, number of processes and compile belong to accelerate's YAML, not here.
 """
 
 import errno
@@ -45,7 +45,7 @@ METRICS = {
     "multi_label_classification": ("f1_macro", "f1_micro", "accuracy", "roc_auc", "loss"),
     "regression": ("rmse", "mae", "pearson", "spearmanr", "r2", "loss"),
 }  # fmt: skip
-ERRORS = ("loss", "rmse", "mae")  # the lowest is the best
+ERRORS = ("loss", "rmse", "mae")  # lower is better
 IDENTITY_KEYS = {
     "model_name_or_path", "max_seq_length", "global_batch_size", "seed", "learning_rate",
     "lr_scaling", "lr_reference_batch_size", "lr_scheduler_type", "warmup_steps", "weight_decay",
@@ -53,18 +53,18 @@ IDENTITY_KEYS = {
     "freeze", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "layerwise_lr_decay",
     "train_sampling_strategy",
 }  # fmt: skip
-# Of a run, what a resume compares.
+# What a resume compares between the checkpoint and the job.
 COMPARED = IDENTITY_KEYS | {"labels", "train_data", "pretrained", "mixed_precision"}
-FIXED = {"freeze", "lora_r", "lora_target_modules"}  # of these, what no allow_changed lets differ
+FIXED = {"freeze", "lora_r", "lora_target_modules"}  # allow_changed does not accept these
 CHOOSES = ("load_best_model_at_end", "early_stopping_patience")
-NEEDS = {  # keys that do nothing without one of others
+NEEDS = {  # key -> others; the key has no effect unless one of them is set
     **dict.fromkeys(("lora_alpha", "lora_dropout", "lora_target_modules"), ("lora_r",)),
     **dict.fromkeys(("metric_for_best_model", "greater_is_better"), CHOOSES),
     "early_stopping_threshold": ("early_stopping_patience",),
     **dict.fromkeys(("hub_model_id", "hub_private_repo"), ("push_to_hub",)),
     "lr_reference_batch_size": ("lr_scaling",),
 }
-IDLE_UNDER = (  # key, and the values of another under which it does nothing
+IDLE_UNDER = (  # key, other, values: the key has no effect where other is one of values
     ("warmup_steps", "lr_scheduler_type", ("constant",)),
     ("layerwise_lr_decay", "freeze", ("encoder",)),
     ("gradient_checkpointing", "freeze", ("encoder",)),
@@ -74,7 +74,7 @@ CLASS_METRIC = re.compile(r"per_class\.(.+)\.(precision|recall|f1)")
 
 
 def _expanded(value: Any) -> Any:
-    """`~` is the home folder; an empty variable of the shell is no folder."""
+    """Expand `~`; refuse an empty value, which an unset shell variable leaves."""
     if not isinstance(value, str | os.PathLike):
         return value
     if value == "":
@@ -93,7 +93,7 @@ def _expanded(value: Any) -> Any:
 EXPANDED = BeforeValidator(_expanded)
 File = Annotated[Path, EXPANDED]
 Existing = Annotated[FilePath, EXPANDED]
-Place = Annotated[str, EXPANDED]  # a path, or what is none: a name on the Hub, -
+Place = Annotated[str, EXPANDED]  # a path, a Hub id, or - for a standard stream
 
 
 def _cut_at_commas(value: Any) -> Any:
@@ -142,10 +142,10 @@ class Config(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _read(cls, value: Any, info: ValidationInfo) -> Any:
-        """A truth value is no number."""
+        """Refuse a boolean for any other type: pydantic would read it as a number."""
         kinds = type_name(cls.model_fields[str(info.field_name)].annotation).split("|")
         if value is False and "off" in kinds:
-            return "off"  # as YAML reads it
+            return "off"  # YAML reads `off` as false
         for each in value if isinstance(value, list | tuple) else [value]:
             if isinstance(each, bool) and kinds != ["BOOL"]:
                 raise PydanticCustomError("bool", "{found} given", {"found": str(each).lower()})
@@ -154,28 +154,28 @@ class Config(BaseModel):
     @field_validator("*")
     @classmethod
     def _fits_an_int(cls, value: Any) -> Any:
-        """A number of anything fits 32 bits, as what it is handed to wants it."""
+        """Keep integers within int32: some libraries that receive them take no more."""
         if isinstance(value, int) and value >= 2**31:
             raise PydanticCustomError("less_than", "must be less than 2147483648")
         return value
 
     def rules(self) -> Iterator[Fault]:
-        """Yield what is wrong between keys, or on disk."""
+        """Yield faults between keys, or between a key and the disk."""
         yield from ()
 
     def _fault(self, words: str, *keys: str) -> Fault:
-        """A fault of `keys`, told with the value of the first one."""
+        """Build a fault of `keys`; its message shows the value of the first one."""
         value = getattr(self, keys[0])
         told = ",".join(map(str, value)) if isinstance(value, tuple) else value
         return keys, f"{keys[0]}={told}: {words}"
 
     def _to_write(self, key: str, *read: Path | None) -> Iterator[Fault]:
-        """A file that is to be written: its folder is there, and it is none that is `read`."""
+        """Check a file to be written: its folder exists, and it is none of the files `read`."""
         path = Path(getattr(self, key) or "-")
         if path.is_file() and path.resolve() in [each.resolve() for each in read if each]:
             yield self._fault("is a file of rows. Fix: another file", key)
         if os.environ.get("RANK", "0") != "0":
-            return  # which writes nothing
+            return  # only rank 0 writes
         if path.is_dir():
             yield self._fault("is a folder. Fix: a file in it", key)
         elif not path.parent.is_dir():
@@ -239,7 +239,7 @@ class DataConfig(Config):
 
     @property
     def files(self) -> dict[str, Path]:
-        """The files of rows that are named, by split."""
+        """The row files that are set, by split."""
         named = {split: getattr(self, f"{split}_file") for split in SPLITS}
         return {split: path for split, path in named.items() if path is not None}
 
@@ -282,7 +282,7 @@ class HubConfig(Config):
     """Make the repository a private one; one that is there already has to be."""
 
     def repo_id(self, folder: Path) -> str:
-        """Return the repository that `folder`'s model goes to."""
+        """Return the repository that the model in `folder` is pushed to."""
         return self.hub_model_id or folder.absolute().name
 
 
@@ -409,14 +409,14 @@ class TrainConfig(HubConfig, DataConfig):
     """Processes on each rank that prepare batches; 0 does it in the training process."""
 
     def without_this_start(self) -> Self:
-        """Return the run's own settings, without what a single start is told."""
+        """Return the run's settings without the keys that concern one start only."""
         return self.resolved(
             resume_from_checkpoint=None, allow_changed=(), profile=False, reproduce=None
         )
 
     @property
     def micro_batch_size(self) -> int:
-        """per_device_train_batch_size, once `auto` is settled."""
+        """per_device_train_batch_size, once `auto` is resolved."""
         assert self.per_device_train_batch_size != "auto"
         return self.per_device_train_batch_size
 
@@ -427,14 +427,14 @@ class TrainConfig(HubConfig, DataConfig):
 
     @property
     def best_metric(self) -> str:
-        """What best means: the first metric of the problem type where none is named."""
+        """The metric that decides what is best; left out: the problem type's first one."""
         if self.metric_for_best_model is None:
             return METRICS[self.problem_type][0]
         return self.metric_for_best_model.removeprefix("eval_")
 
     @property
     def best_label(self) -> str | None:
-        """The label whose scores decide what best means, where it is one's."""
+        """The label in `best_metric`, if that is a per_class metric."""
         of_one = CLASS_METRIC.fullmatch(self.best_metric)
         return None if of_one is None else of_one[1]
 
@@ -445,25 +445,25 @@ class TrainConfig(HubConfig, DataConfig):
             value = scores[prefix + self.best_metric]
         else:
             value = scores[f"{prefix}per_class"][of_one[1]][of_one[2]]
-        return math.nan if value is None else float(value)  # as files have it
+        return math.nan if value is None else float(value)  # null in a file is NaN
 
     @property
     def takes_highest(self) -> bool:
-        """Whether the highest value of it is the best."""
+        """Whether the highest value of `best_metric` is the best."""
         usual = self.best_metric not in ERRORS
         return usual if self.greater_is_better is None else self.greater_is_better
 
     @property
     def best_rule(self) -> str:
-        """What a best model is told by: the metric, and the end of it that `greater_is_better` has
-        turned to.
+        """How the best model is chosen: the metric, with its direction where `greater_is_better`
+        reverses the usual one.
         """
         if self.takes_highest == (self.best_metric not in ERRORS):
             return self.best_metric
         return f"{self.best_metric}, the {'highest' if self.takes_highest else 'lowest'}"
 
     def idle_keys(self) -> Iterator[tuple[str, tuple[str, ...], str]]:
-        """Yield each key that is set and does nothing, the keys that decide so, and the words."""
+        """Yield each key set without effect, the keys that cause this, and a message."""
 
         def is_set(key: str) -> bool:
             return bool(getattr(self, key) != TrainConfig.model_fields[key].default)
@@ -527,7 +527,7 @@ class TrainConfig(HubConfig, DataConfig):
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # `json` is also a method, a leftover of pydantic 1
+    warnings.simplefilter("ignore")  # `json` shadows a deprecated pydantic method
 
     class DoctorConfig(TrainConfig):
         """Check a set-up before training; with neither rows nor model named, on small ones."""
@@ -559,7 +559,7 @@ class EvaluateConfig(DataConfig):
     """Use this many of the rows, drawn at random (always the same ones)."""
 
     def rules(self) -> Iterator[Fault]:
-        """The metrics are not to replace the rows."""
+        """Refuse to overwrite the rows with the metrics."""
         yield from super().rules()
         yield from self._to_write("output", *self.files.values())
 
@@ -576,7 +576,7 @@ class ExportConfig(HubConfig):
     """onnx: write model.onnx too, checked against the model."""
 
     def rules(self) -> Iterator[Fault]:
-        """What is for the Hub goes there."""
+        """Refuse Hub keys without push_to_hub."""
         yield from super().rules()
         for key in ("hub_model_id", "hub_private_repo"):
             if getattr(self, key) and not self.push_to_hub:
@@ -633,9 +633,9 @@ class PredictConfig(Config):
     beyond 512 tokens fewer."""
 
     def rules(self) -> Iterator[Fault]:
-        """Exactly one source of texts, and it exists."""
+        """Check that exactly one source of texts is given, and that it exists."""
         yield from super().rules()
-        path = None if self.input in (None, "-") else Path(str(self.input))  # <(command), too
+        path = None if self.input in (None, "-") else Path(str(self.input))  # or a pipe: <(command)
         yield from self._to_write("output", path)
         if Path(self.output).suffix.lower() in (".csv", ".tsv", ".parquet"):
             yield self._fault("is written as JSON lines. Fix: a name in .jsonl", "output")

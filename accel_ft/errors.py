@@ -1,11 +1,11 @@
-"""How a command ends: faults of the user or the machine with one short message, never a traceback.
+"""How a command ends: a fault of the user or the machine prints one short message, no traceback.
 
 exit code 0     done
-          1     a rank failed, a fault of accel_ft (with its traceback), a FAIL of the doctor's, or
-                who reads standard output is gone
-          2     a fault the user can mend
+          1     a rank failed, a bug in accel_ft (with its traceback), a FAIL of the doctor, or the
+                reader of standard output is gone
+          2     a fault the user can fix
           75    preempted: a checkpoint was saved, start again (EX_TEMPFAIL of sysexits.h)
-          128+n a second signal n ended it at once; of what saves nothing, the first
+          128+n a second signal n ended it at once; where nothing is saved, the first does
 """
 
 import contextlib
@@ -25,18 +25,18 @@ from typing import Any
 import psutil
 
 DOCTOR = "`-m accel_ft.doctor` in place of `-m accel_ft.train` finds what is wrong with a set-up"
-LONGEST = 500  # characters of a library's message, or of a value, that are told
+LONGEST = 500  # characters shown of a library's message, or of a value
 EXIT_USER_ERROR = 2
 EXIT_PREEMPTED = 75
-STOP_SIGNALS = (  # that end a run
+STOP_SIGNALS = (  # signals that end a run
     signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP,
 )  # fmt: skip
-PARENT = "ACCEL_FT_PARENT"  # variable, for a process that starts itself anew
-parent: tuple[int, list[str]]  # this process's, as it was at the start, and its command line
+PARENT = "ACCEL_FT_PARENT"  # variable: keeps `parent` when this process re-executes itself
+parent: tuple[int, list[str]]  # process id and command line, at start-up
 
 
 def _note_parent() -> None:
-    """Now, as it may be gone when the libraries, seconds later, are loaded."""
+    """Record the parent at import: it may be gone seconds later, when the libraries are loaded."""
     global parent  # noqa: PLW0603
     told = os.environ.pop(PARENT, "")
     if told:
@@ -54,8 +54,8 @@ os.register_at_fork(after_in_child=_note_parent)
 
 @contextlib.contextmanager
 def stop_signals_blocked() -> Iterator[None]:
-    """Spare the processes that start here the signals that end a run, which schedulers and
-    launchers send to all: what is blocked when they start stays blocked there.
+    """Block STOP_SIGNALS in the child processes that are started in the body: schedulers and
+    launchers signal every process of a job, and a child inherits the signal mask.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -65,13 +65,13 @@ def stop_signals_blocked() -> Iterator[None]:
 
 
 class UserError(Exception):
-    """A fault the user can mend; says what was found, what is allowed and how to mend it."""
+    """A fault the user can fix; says what was found, what is allowed and how to fix it."""
 
     exit_code = EXIT_USER_ERROR
 
 
 class ConfigError(UserError):
-    """A key, value or option that cannot be."""
+    """A key, value or option that is not valid."""
 
 
 class DataError(UserError):
@@ -93,8 +93,8 @@ class RankError(UserError):
 
 
 class Preempted(Exception):
-    """A signal asked the run to stop; its state is saved. Not a UserError, after which a program
-    may go on with its next run.
+    """A signal asked the run to stop; its state is saved. Not a UserError: a program may catch
+    those and go on with its next run.
     """
 
     exit_code = EXIT_PREEMPTED
@@ -120,30 +120,30 @@ def require(extra: str, what: str, *modules: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Return a text without what steers a terminal, which labels and names of files may hold."""
-    steering = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"  # and right to left
+    """Escape the characters that control a terminal; labels and file names may contain them."""
+    steering = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"  # bidi marks too
     return re.sub(steering, lambda found: ascii(found[0])[1:-1], text)
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return what an error says, in one line, as far as a message has room for it."""
+    """Return an error's message on one line, cut at LONGEST characters."""
     words = " ".join(str(error).split()) or repr(error)
     return words if len(words) <= LONGEST else f"{words[:LONGEST]} ..."
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, or its kind where it says nothing."""
+    """Return the first line of an error's message, or its repr where the message is empty."""
     return (str(error).strip().splitlines() or [repr(error)])[0]
 
 
 def run_command(main: Callable[[], None]) -> None:
     """Run a command's `main`; turn a `UserError` into one message on stderr and exit code 2.
 
-    A fault that every rank meets is printed once: the other ranks hold theirs back for three
-    seconds, in which the launcher ends them; a fault of one rank alone is printed by that rank.
+    A fault that every rank meets is printed once, by rank 0: the other ranks wait three seconds,
+    during which the launcher ends them. A fault of one rank alone is printed by that rank.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path may be in other letters
+        sys.stdout.reconfigure(errors="backslashreplace")  # it may be unable to encode a path
     try:
         main()
         close_process_group()
@@ -155,22 +155,22 @@ def run_command(main: Callable[[], None]) -> None:
         preempted = isinstance(error, Preempted)
         words = str(error) if preempted else f"error: {error}"
         for number in STOP_SIGNALS if preempted else ():
-            signal.signal(number, signal.SIG_IGN)  # a copy, or the launcher's, as others have ended
+            signal.signal(number, signal.SIG_IGN)  # sent twice, or by the launcher as ranks end
         leave_last_words(words)
         if preempted:
             if error.__cause__ is None:  # else another rank is gone, and NCCL would wait for it
                 close_process_group()
-            if os.environ.get("RANK", "0") != "0":  # all ranks alike
+            if os.environ.get("RANK", "0") != "0":  # only rank 0 prints it
                 sys.exit(EXIT_PREEMPTED)
         _let_rank_0_speak_first()
-        with contextlib.suppress(OSError):  # it may be gone; the exit code is not
+        with contextlib.suppress(OSError):  # stderr may be closed; the exit code matters
             told = "\n".join([words, *getattr(error, "__notes__", [])])
             print(printable(told), file=sys.stderr, flush=True)
         sys.exit(getattr(error, "exit_code", EXIT_USER_ERROR))
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr, flush=True)
         sys.exit(130)
-    except Exception:  # on other ranks mostly the echo of a fault of rank 0
+    except Exception:  # on other ranks mostly a consequence of rank 0's fault
         _let_rank_0_speak_first()
         raise
     finally:
@@ -178,7 +178,7 @@ def run_command(main: Callable[[], None]) -> None:
 
 
 def _flush_output() -> None:
-    """Output that is lost is a fault."""
+    """Flush standard output; raise OSError where it is lost."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -187,8 +187,8 @@ def _flush_output() -> None:
 
 
 def let_go_of_output() -> None:
-    """Flush what was printed, and lose it where it has no place: Python, which flushes at its end,
-    would turn the exit code into 120.
+    """Flush the standard streams, and discard what cannot be written: Python flushes again at
+    exit, and a failure there would turn the exit code into 120.
     """
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
@@ -200,33 +200,33 @@ def let_go_of_output() -> None:
 
 
 def close_process_group() -> None:
-    """Close what torch.distributed left open, while Python runs: at its end NCCL warns of it, and a
-    thread of gloo may abort the process (pytorch issue 190489).
+    """Destroy the process group before the interpreter exits: at exit NCCL would warn about it, and
+    a gloo thread may abort the process (pytorch issue 190489).
     """
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         try:
             dist.destroy_process_group()
-        except Exception as error:  # all is done
+        except Exception as error:  # the work is done
             print(f"the process group could not be closed: {first_line(error)}", file=sys.stderr)
 
 
 def leave_last_words(message: str) -> None:
-    """Write what torchrun's launcher, which speaks last, is to print should this rank fail.
+    """Write the error file: the message that torchrun prints at the end if this rank fails.
 
     Source: torch/distributed/elastic/multiprocessing/errors, the error file.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         words = json.dumps({"message": message, "timestamp": str(int(time.time()))})
-        with contextlib.suppress(OSError):  # whole or not: the launcher cannot read half of it
-            own = f"{path}.{threading.get_ident()}"  # the watch's thread may leave some, too
+        with contextlib.suppress(OSError):  # atomic rename: half a file breaks the launcher
+            own = f"{path}.{threading.get_ident()}"  # the watch thread may write one too
             with open(own, "w", encoding="utf-8") as file:
                 file.write(words)
             os.replace(own, path)
 
 
 def _let_rank_0_speak_first() -> None:
-    """Hold another rank's message back: where rank 0 has one too, this rank is ended now."""
+    """Delay a message on other ranks: if rank 0 fails too, the launcher ends them meanwhile."""
     if os.environ.get("RANK", "0") != "0":
         time.sleep(3)

@@ -1,4 +1,4 @@
-"""How the keys are read: from YAML, the command line and earlier runs, all faults at once."""
+"""How keys are read from YAML, command line and earlier runs; all faults are reported at once."""
 
 import argparse
 import importlib.util
@@ -82,7 +82,7 @@ KNOWN_ELSEWHERE = dict.fromkeys(LAUNCH_OPTIONS, "It is one of `accelerate launch
     "dataloader_drop_last": "Fix: leave it out; a short last batch counts by its rows",
     "num_labels": "Fix: leave it out; the rows say how many",
 }
-GROUPS = {  # of --help, by the key that each begins with
+GROUPS = {  # sections of --help: first key of each -> title
     "dataset_name": "rows",
     "model_name_or_path": "model, output and length of training",
     "learning_rate": "optimizer and schedule",
@@ -110,11 +110,11 @@ def parse(
     """Read `--config FILE` and `--key value` overrides into a checked configuration.
 
     Args:
-        config_class: whose keys are allowed.
-        argv: the command line without the program; None takes the process's own.
+        config_class: defines the keys that are allowed.
+        argv: the command line without the program; None for sys.argv.
         prog: the command's name, for --help.
-        base: given the values that are set, returns values for the rest; its unknown keys are
-            passed over.
+        base: given the values that are set, returns values for the other keys; unknown keys in
+            them are ignored.
 
     Raises:
         ConfigError: listing all faults.
@@ -149,7 +149,7 @@ def parse(
 
 
 def meant(key: str, known: Collection[str]) -> str:
-    """Return what to say of a key that is not `known`."""
+    """Return a hint for a key that is not `known`."""
     if key in KNOWN_ELSEWHERE:
         return f" {KNOWN_ELSEWHERE[key]}"
     if key == "model_name_or_path" and "checkpoint" in known:
@@ -160,7 +160,7 @@ def meant(key: str, known: Collection[str]) -> str:
 
 
 def _is_the_trainers(key: str) -> bool:
-    """Whether `TrainingArguments` has a key; read from its source, as its import takes seconds."""
+    """Whether `TrainingArguments` has a key; searches its source, as importing it takes seconds."""
     spec = importlib.util.find_spec("transformers")
     assert spec is not None
     source = Path(str(spec.origin)).with_name("training_args.py")
@@ -174,13 +174,13 @@ def checked(
     origin: dict[str, str] | None = None,
     faults: Sequence[str] = (),
 ) -> C:
-    """Return the configuration that `values` make.
+    """Build a configuration from `values` and check it.
 
     Args:
         values: by key.
-        base: values for the rest; its unknown keys are passed over.
-        origin: where each value stands, for messages.
-        faults: found before.
+        base: values for the other keys; unknown keys in it are ignored.
+        origin: where each value was set, by key, for messages.
+        faults: messages of faults found earlier.
 
     Raises:
         ConfigError: listing all faults.
@@ -210,7 +210,7 @@ def checked(
                 listed.append(f"{key}{where}: {found}. Allowed: {allowed}")
             else:
                 listed.append(f"{key}={_told(item)}{where}: {_why(item, fields[key])}")
-        # For what is wrong between the others; what is missing is a text or an existing file.
+        # Rules between sound keys still run; __file__ stands in for a missing text or file.
         sound = {key: value for key, value in values.items() if key not in faulty}
         required = {key: __file__ for key, field in fields.items() if field.is_required()}
         config = config_class.model_validate(required | sound)
@@ -228,10 +228,10 @@ def checked(
 
 
 def _told(item: Any) -> Any:
-    """The value that is wrong, where it is no table."""
+    """Return a faulty value as messages show it: a large one by its type alone."""
     given = item["input"]
     is_short = isinstance(given, str) or (
-        # First: a YAML's aliases may stand for any amount, however deep.
+        # Checked first: YAML aliases may expand to any size and depth.
         not (isinstance(given, list | dict) and "..." in reprlib.repr(given))
         and len(str(given)) <= LONGEST
         and "\n" not in str(given)
@@ -258,10 +258,10 @@ def _why(item: Any, field: FieldInfo) -> str:
 
 
 def read_settings(path: Path, name: str = "config") -> dict[str, Any]:
-    """Read the keys of a YAML file, unchecked; `name`d so in messages.
+    """Read the keys of a YAML file, unchecked; messages call the file `name`.
 
     Raises:
-        ConfigError: it is no flat mapping.
+        ConfigError: it cannot be read, is no mapping, or sets a key twice.
     """
     return {key: value for key, value, _ in _read_yaml(path, name)}
 
@@ -269,33 +269,33 @@ def read_settings(path: Path, name: str = "config") -> dict[str, Any]:
 def run_settings(values: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of the run that `values["checkpoint"]` belongs to; {} if there is none.
 
-    Rows that are named in `values` replace all of the run's.
+    If `values` name any rows, all row keys of the run are left out.
     """
     run = run_folder(str(values.get("checkpoint", "")))
     if run is None:
         return {}
     settings = read_settings(run / "config.yaml")
     replaced = ROW_KEYS | {"max_eval_samples"} if _named_rows(values) else set()
-    known = TrainConfig.model_fields.keys() - replaced  # not where a command writes
+    known = TrainConfig.model_fields.keys() - replaced  # no output path of a command
     return {key: value for key, value in settings.items() if key in known}
 
 
 def settings_to_reproduce(values: dict[str, Any]) -> dict[str, Any]:
-    """The settings of the run that is to be trained again, into a folder beside it."""
-    if not isinstance(values.get("reproduce"), str | os.PathLike):  # as it will be told
+    """Return the settings of the run to reproduce, with an output_dir beside the run's."""
+    if not isinstance(values.get("reproduce"), str | os.PathLike):  # `checked` reports it
         return {}
     folder = Path(os.path.expanduser(values["reproduce"])).resolve()
     if not is_run(folder):
         raise ConfigError(f"reproduce={folder}: holds no run")
     settings = read_settings(folder / "config.yaml")
-    named = _named_rows(values)  # those that lie elsewhere now, or the like
+    named = _named_rows(values)  # for example because the files were moved
     dropped = HUB_KEYS | {name.replace("_file", "_split_name") for name in named}
     if "train_file" in named:
         dropped |= ROW_KEYS - FILE_KEYS
     if "dataset_name" in named:
         dropped |= FILE_KEYS
     output_dir = folder.with_name(f"{folder.name}_again")
-    known = TrainConfig.model_fields.keys() - dropped  # not where the doctor writes
+    known = TrainConfig.model_fields.keys() - dropped  # not the doctor's `json`
     kept = {key: value for key, value in settings.items() if key in known}
     return kept | {"output_dir": output_dir}
 
@@ -305,16 +305,16 @@ def _named_rows(values: dict[str, Any]) -> set[str]:
 
 
 def run_folder(checkpoint: str) -> Path | None:
-    """Return the run that a checkpoint, or model, belongs to."""
+    """Return the folder of the run that a checkpoint or model belongs to, or None."""
     folder = Path(os.path.expanduser(checkpoint)).resolve()
-    if not folder.exists():  # a Hub id, whose folders would be those above this one
+    if not folder.exists():  # a Hub id: its parents would be the current folder's
         return None
     candidates = (folder, folder.parent, folder.parent.parent)  # a run, its model, its checkpoint
     return next((path for path in candidates if is_run(path)), None)
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run's, which has begun to train."""
+    """Whether a folder holds a run that has begun to train."""
     return all((folder / name).is_file() for name in ("config.yaml", "receipt.json"))
 
 
@@ -339,8 +339,8 @@ def read_receipt(run: Path) -> dict[str, Any]:
 
 
 def trained_on(run: Path) -> set[str]:
-    """Return the fingerprints of the rows that a run's starts, the last and those before it, have
-    trained on.
+    """Return the fingerprints of the rows that a run was trained on, in its last start and in the
+    earlier ones.
 
     Raises:
         ConfigError: as `read_receipt`.
@@ -351,7 +351,7 @@ def trained_on(run: Path) -> set[str]:
 
 
 def _parser(config_class: type[Config], prog: str) -> argparse.ArgumentParser:
-    """One option a key, with its docstring and default."""
+    """Make one option for each key, with its docstring and default as help."""
     parser = argparse.ArgumentParser(
         prog=f"python -m accel_ft.{prog}",
         usage="%(prog)s [--config FILE] [--key value ...]",
@@ -390,17 +390,17 @@ def _parser(config_class: type[Config], prog: str) -> argparse.ArgumentParser:
 
 
 def _from_text(key: str, field: FieldInfo, value: Any) -> Any:
-    """A command-line word; `none` and `null` mean None where the key allows it."""
+    """Convert a command-line value; `none` and `null` mean None where the key allows it."""
     if isinstance(value, list):
         words = (word.strip(",") for word in value)
-        value = ",".join(word for word in words if word) or True  # True: there is none
+        value = ",".join(word for word in words if word) or True  # True: no value given
     is_none = isinstance(value, str) and value.lower() in ("none", "null")
-    is_none = is_none and key not in ("text", "text_pair")  # a text is what it is
+    is_none = is_none and key not in ("text", "text_pair")  # "none" can be a text
     return None if is_none and type(None) in typing.get_args(field.annotation) else value
 
 
 def _read_yaml(path: Path, name: str = "config") -> Iterator[tuple[str, Any, int]]:
-    """Yield key, value, line of a flat YAML mapping; plain data only, no tags."""
+    """Yield key, value and line of each top-level YAML entry; plain data only, no tags."""
     if not path.is_file():
         what = "is a folder. Fix: a YAML file" if path.is_dir() else NO_FILE
         raise ConfigError(f"{name}={path}: {what}")
