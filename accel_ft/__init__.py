@@ -3,7 +3,7 @@
 `fit` trains, `load_classifier` labels. The keys of each command are in `accel_ft.config`; what a
 message means is in `accel_ft.errors`; the doctor's checks, for programs of your own, are in
 `accel_ft.diagnosis`. The commands: `accel_ft.train`, `accel_ft.evaluate`, `accel_ft.predict`,
-`accel_ft.export`, `accel_ft.report`, `accel_ft.doctor`, `accel_ft.search`. The rooms behind them:
+`accel_ft.export`, `accel_ft.report`, `accel_ft.doctor`, `accel_ft.search`. Built on:
 `accel_ft.data`, `accel_ft.model`, `accel_ft.engine`, `accel_ft.checkpoint`, `accel_ft.reporting`,
 `accel_ft.runtime`, `accel_ft.settings`, `accel_ft.metrics`.
 """
@@ -21,29 +21,29 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["fit", "load_classifier"]
 
-LOADING = ("all_scores", "max_seq_length", "per_device_eval_batch_size")  # keys
+LOADING = ("all_scores", "max_seq_length", "per_device_eval_batch_size")  # keys it takes
 
-_fitting = Lock()  # accelerate's state and the random numbers are the process's
+_fitting = Lock()  # accelerate's state and the random generators are global
 
 
 def fit(config: str | Path | None = None, **settings: Any) -> Path:
     """Run the job that `accel_ft.train` runs with these keys, in this process (or, in a script
-    started by `accelerate launch`, with the other ranks). One at a time; random numbers, an
-    Accelerator's accumulation, whether gradients are made, and transformers' messages are as before
-    when it returns.
+    started by `accelerate launch`, with the other ranks). Only one may run at a time. On return the
+    random state, an Accelerator's gradient accumulation, the grad mode and transformers' verbosity
+    are as before.
 
     Args:
         config: a YAML file with keys, as `accel_ft.train --config` takes it.
-        settings: any keys, which override it, of `accel_ft.config.TrainConfig`, by name, as in
+        settings: keys of `accel_ft.config.TrainConfig` by name; they override `config`, as in
             fit(train_file="rows.csv", learning_rate=1e-4, output_dir="runs/mine").
 
     Returns:
         The model's folder.
 
-    Signals save the run as the commands' do, but for those that the program has a handler of.
+    Signals save the run as they do for the command, except those that the program handles.
 
     Raises:
-        accel_ft.errors.UserError: for what the user can mend.
+        accel_ft.errors.UserError: a fault the user can fix.
         accel_ft.errors.Preempted: a signal asked it to stop.
     """
     import gc
@@ -63,12 +63,12 @@ def fit(config: str | Path | None = None, **settings: Any) -> Path:
         settings = read_settings(Path(config).expanduser()) | settings
     job = checked(TrainConfig, settings, settings_to_reproduce(settings))
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    if any(map(torch.is_autocast_enabled, {"cpu", device.type})):  # it keeps casts of old weights
+    if any(map(torch.is_autocast_enabled, {"cpu", device.type})):  # its weight cache goes stale
         raise ConfigError(
             "fit: torch.autocast is on around it. Fix: call it outside; ACCELERATE_MIXED_PRECISION "
             "is its precision"
         )
-    if torch.get_default_device().type != "cpu":  # its loader would draw from the wrong generator
+    if torch.get_default_device().type != "cpu":  # the DataLoader would use its generator
         raise ConfigError(
             f"fit: torch's default device is {torch.get_default_device()}. Fix: "
             'torch.set_default_device("cpu") around it; accelerate chooses the device'
@@ -78,33 +78,33 @@ def fit(config: str | Path | None = None, **settings: Any) -> Path:
     try:
         with as_a_guest():
             run(job)
-    except UserError:  # on all ranks: none waits for another
+    except UserError:  # raised on all ranks: none is left waiting
         atexit.register(close_process_group)
         raise
-    except torch.OutOfMemoryError as error:  # a smaller job is to have the room: free what it holds
+    except torch.OutOfMemoryError as error:  # its frames hold tensors: a retry needs the room
         traceback.clear_frames(error.__traceback__)
         raise
     finally:
-        gc.collect()  # a model's parts know each other
+        gc.collect()  # a model has reference cycles
         _fitting.release()
-    atexit.register(close_process_group)  # not before: another `fit` may follow
+    atexit.register(close_process_group)  # at exit, not now: another `fit` may follow
     return job.output_dir / "model"
 
 
 def load_classifier(checkpoint: str | Path, **settings: Any) -> Predictor:
-    """Open a run, a checkpoint of any strategy, or any Hugging Face classifier. In float32, or the
-    precision that this process was launched with.
+    """Open a run, a checkpoint of any strategy, or any Hugging Face classifier. It computes in
+    float32, or in the precision that this process was launched with.
 
     Args:
         checkpoint: as `accel_ft.predict` takes it.
         settings: `all_scores`, `max_seq_length`, `per_device_eval_batch_size`.
 
     Returns:
-        What labels texts: its method predict takes a list of them. Labels are text, also those that
-        were integers in the rows.
+        A Predictor; its method `predict` takes a list of texts. Labels are strings, even where the
+        rows had integers.
 
     Raises:
-        accel_ft.errors.UserError: where it cannot be had.
+        accel_ft.errors.UserError: it cannot be loaded.
     """
     from accel_ft.config import PredictConfig
     from accel_ft.errors import ConfigError

@@ -25,15 +25,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     from accel_ft.runtime.logging import setup_logging
 
     is_main = os.environ.get("RANK", "0") == "0"
-    setup_logging(False)  # the findings alone
-    # Last until the end: whatever ends it before, what is left does not read as all well.
+    setup_logging(False)  # print only the findings
+    # Stays the last finding until the end: a report that is cut short must not look like a pass.
     unfinished = "did not come to its end", "standard error says why"
     findings = [Finding("examination", Verdict.FAIL, *unfinished)]
 
     def write() -> None:
         if is_main and config.json is not None:
             about = [vars(finding) for finding in findings]
-            with writing(str(config.json)) as file:  # whole, for who reads it meanwhile
+            with writing(str(config.json)) as file:  # atomic: it may be read meanwhile
                 file.write(to_json(about, indent=1) + "\n")
 
     def note(finding: Finding) -> None:
@@ -51,14 +51,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (UserError, OSError) as error:  # OSError: a folder that cannot be made
         note(Finding("set-up", Verdict.FAIL, str(error)))
         if not is_main:
-            raise  # to be told, should it be this rank's alone
+            raise  # rank 0 may not meet this fault: this rank prints it
     findings.pop()
     write()
     counts = {verdict: sum(f.verdict is verdict for f in findings) for verdict in Verdict}
     if is_main:
         print(", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count))
     if counts[Verdict.FAIL]:
-        if findings[-1].check != "set-up":  # of which its rank has left better ones
+        if findings[-1].check != "set-up":  # else the rank at fault has left better ones
             leave_last_words(f"error: {counts[Verdict.FAIL]} checks of the doctor FAIL")
         close_process_group()
         sys.exit(1)

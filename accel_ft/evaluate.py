@@ -15,7 +15,7 @@ from accel_ft.settings import parse, run_folder, run_settings, trained_on
 if TYPE_CHECKING:
     from accel_ft.checkpoint.open import Classifier
 
-logger = logging.getLogger("accel_ft.evaluate")  # run with -m, its name is __main__
+logger = logging.getLogger("accel_ft.evaluate")  # under -m, __name__ is "__main__"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     accelerator = make_accelerator()
     setup_logging(accelerator.is_main_process)
-    # Not prepared: each rank holds the whole model, and nothing but the ledger is exchanged.
+    # No prepare(): each rank holds the whole model, and only logits and places are gathered.
     opened = open_classifier(same_folder(config.checkpoint, accelerator), accelerator.device)
     run = run_folder(config.checkpoint)
     if run is None and not (ROW_KEYS & config.model_fields_set):
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     refuse_other_rows(gather_object([{name: split.fingerprint()}]))
     check_tokens(split.store.greatest_id, opened.tokenizer, opened.model.config, "checkpoint")
-    if "max_eval_samples" in typed:  # the run's is for its validation rows
+    if "max_eval_samples" in typed:  # the run's own value is for its validation rows
         split.stop = min(split.stop, config.max_eval_samples or split.stop)
     if is_cut_off and "dataset_name" in typed:
         its_name = config.train_split_name or "train"
@@ -100,10 +100,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _problem_type(config: EvaluateConfig, opened: Classifier) -> str:
-    """Return what the model is for, by itself or, where it does not say, by the keys.
+    """Return the model's problem type, or the keys' where the model's config names none.
 
     Raises:
-        ConfigError: it is for others, or for pairs of texts, or predicts several numbers.
+        ConfigError: the two differ, the model needs pairs of texts, or predicts several numbers.
     """
     opened.check_pairs(config.text_pair_column is not None)
     kind, said = opened.problem_type, opened.model.config.problem_type

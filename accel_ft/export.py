@@ -10,14 +10,14 @@ from accel_ft.config import ExportConfig
 from accel_ft.errors import ConfigError, require, run_command
 from accel_ft.settings import is_run, parse, read_receipt, run_folder, run_settings
 
-logger = logging.getLogger("accel_ft.export")  # run with -m, its name is __main__
+logger = logging.getLogger("accel_ft.export")  # under -m, __name__ is "__main__"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write weights, config, tokenizer and model card, in one process."""
     config = parse(ExportConfig, argv, "export")
     repo_id = None
-    output = config.output.resolve()  # ".", too, which is replaced
+    output = config.output.resolve()  # "." too: the folder itself is replaced
     if output.is_file() or (output.exists() and any(output.iterdir())):
         raise ConfigError(f"output={config.output}: is a file, or not empty. Fix: another folder")
     from accel_ft.checkpoint.state import TRAINER_STATE
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from accel_ft.model.load import resolve
         from accel_ft.runtime.card import push, require_repo
 
-        resolve(model_folder(config.checkpoint), "checkpoint")  # before a repository is made for it
+        resolve(model_folder(config.checkpoint), "checkpoint")  # fails before a repository is made
         repo_id = require_repo(config.repo_id(output), config.hub_private_repo)
     from accel_ft.runtime.logging import setup_logging
 
@@ -54,16 +54,16 @@ def export(
     """Write the classifier of a checkpoint to a new folder, whole or not at all.
 
     Args:
-        checkpoint: what a user calls one.
-        output: the folder.
+        checkpoint: as the key of that name.
+        output: the folder to write.
         with_onnx: write model.onnx, too.
-        repo_id: where it will be on the Hub.
+        repo_id: repository on the Hub that the model card names, if any.
 
     Returns:
         The largest difference between the ONNX file's logits and the model's, where there is one.
 
     Raises:
-        ConfigError, CheckpointError: where it cannot be had or is damaged.
+        ConfigError, CheckpointError: the checkpoint cannot be loaded, or is damaged.
     """
     import torch
     from safetensors.torch import save_file
@@ -81,19 +81,19 @@ def export(
     model_config, tokenizer, names = load_parts(folder)
     with transaction.writing(output) as staging:
         if convert.is_sharded(Path(folder)) and read_adapters(Path(folder)) is None:
-            weights = state.read_weights(Path(folder))  # no model is built beside them
+            weights = state.read_weights(Path(folder))  # no second copy in a model
             save_file(weights, staging / convert.WEIGHTS, metadata={"format": "pt"})
             model_config.save_pretrained(staging)
         else:
-            kind = model_config.dtype or torch.float32  # of the weights, as they are
+            kind = model_config.dtype or torch.float32  # dtype of the stored weights
             load_whole(folder, model_config).to(kind).save_pretrained(staging)
         several = model_config.problem_type == "multi_label_classification"
         if several and getattr(model_config, "thresholds", None) is None:
             logger.warning("%s has no thresholds yet: each label counts from 0.5", folder)
-        # That of load_parts may pad with a word, which would be a special token when read back.
+        # Not load_parts' tokenizer: its pad token may be a word, and would be read back as special.
         load_tokenizer(folder, "checkpoint").save_pretrained(staging)
         settings = run_settings({"checkpoint": checkpoint}) | {"hub_model_id": repo_id}
-        for key in ("problem_type", "max_seq_length"):  # of a model that has left its run
+        for key in ("problem_type", "max_seq_length"):  # for a model outside its run
             value = getattr(model_config, key, None)
             if settings.get(key) is None and value is not None:
                 settings[key] = value
@@ -102,8 +102,8 @@ def export(
         receipt = read_receipt(run) if run is not None else {}
         is_package = str(settings.get("model_name_or_path")).startswith(PACKAGE)
         if not is_package and "commit" not in receipt.get("pretrained", {"commit"}):
-            settings.pop("model_name_or_path", None)  # a folder, whatever its name looks like
-        ended = run is not None and Path(folder).resolve() == run / "model"  # no checkpoint's
+            settings.pop("model_name_or_path", None)  # a folder, though it may look like a Hub id
+        ended = run is not None and Path(folder).resolve() == run / "model"  # not a checkpoint
         events = read_events(run / "metrics.jsonl") if run is not None and ended else []
         write_whole(staging / "README.md", model_card(names, settings, *results(events), pairs))
         if not with_onnx:

@@ -1,5 +1,5 @@
-"""What an evaluation says, from one table of logits and labels: an `evaluate.Metric`, and what it
-computes.
+"""The metrics of an evaluation, from one table of logits and labels; `Classification` offers its
+own as an `evaluate.Metric`.
 
 Legend: n samples, C classes. `evaluate.load("accuracy")` needs the network; these need none.
 """
@@ -27,8 +27,8 @@ def confusion_matrix(
 def class_scores(
     hits: NDArray[Any], present: NDArray[Any], predicted: NDArray[Any]
 ) -> dict[str, list[float]]:
-    """Precision, recall and F1 of each class, 0 where nothing was predicted or present, and the
-    number of samples; from three counts for each, [C].
+    """Return precision, recall, F1 and support of each class, from three counts per class, [C].
+    A score is 0 where nothing was predicted or present.
     """
     return {
         "precision": (hits / np.maximum(predicted, 1)).tolist(),
@@ -39,8 +39,8 @@ def class_scores(
 
 
 def by_blocks(function: Callable[..., NDArray[Any]], *tables: NDArray[Any]) -> NDArray[Any]:
-    """Return `function` of tables [n, C] or [n], called for some rows at a time: in float64, a
-    large one would not fit beside itself.
+    """Apply `function` to tables [n, C] or [n], a block of rows at a time: a float64 copy of a
+    large table might not fit into memory beside it.
     """
     size = max(1, BLOCK_CELLS // max(table[0].size for table in tables))
     starts = range(0, len(tables[0]), size)
@@ -55,16 +55,16 @@ def softmax(logits: NDArray[Any]) -> NDArray[np.float64]:
     return np.asarray(shifted / shifted.sum(axis=1, keepdims=True))
 
 
-@np.errstate(invalid="ignore")  # of rows that are not finite
+@np.errstate(invalid="ignore")  # rows may hold NaN or inf
 def best_and_others(logits: NDArray[Any]) -> NDArray[np.float64]:
-    """Return what `log_odds` needs of rows of logits [n, C], float64 [n, 3]: the highest, and of
-    the powers of the others' distances to it the sum and its logarithm.
+    """Return what `log_odds` needs of logits [n, C], float64 [n, 3]: the highest logit, then the
+    sum of exp(logit - highest) over the other labels, and the logarithm of that sum.
     """
     values = logits.astype(np.float64)
     best = values.argmax(axis=1)[:, None]
     top = np.take_along_axis(values, best, axis=1)
     values -= top
-    np.put_along_axis(values, best, -np.inf, axis=1)  # the others are left
+    np.put_along_axis(values, best, -np.inf, axis=1)  # leaves the others
     log_sum = np.logaddexp.reduce(values, axis=1, keepdims=True)
     return np.hstack([top, np.exp(values).sum(axis=1, keepdims=True), log_sum])
 
@@ -73,8 +73,8 @@ def best_and_others(logits: NDArray[Any]) -> NDArray[np.float64]:
 def log_odds(
     logits: NDArray[Any], top: NDArray[Any], others: NDArray[Any], log_others: NDArray[Any]
 ) -> NDArray[np.float64]:
-    """Return the logarithm of p / (1 - p) of one label's probabilities p, float64 [n], from its
-    logits and `best_and_others`, all [n]; to rounding, also where p would be 1.
+    """Return log(p / (1 - p)) of one label's softmax probabilities p, float64 [n], from its logits
+    and the columns of `best_and_others`, all [n]. Exact to rounding, even where p rounds to 1.
     """
     values = logits - top
     beside = values - np.log1p(others - np.exp(values))
@@ -90,7 +90,7 @@ def cross_entropy(logits: NDArray[Any], labels: NDArray[np.int64]) -> NDArray[np
 
 
 def binary_cross_entropy(logits: NDArray[Any], labels: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Mean over the labels of each row's, in nats, float64 [n]; logits and labels [n, C]."""
+    """Mean of the loss over each row's labels, in nats, float64 [n]; logits and labels [n, C]."""
     values = logits.astype(np.float64)
     losses = np.maximum(values, 0) - values * labels + np.log1p(np.exp(-np.abs(values)))
     return np.asarray(losses.mean(axis=1))
@@ -116,7 +116,7 @@ class Classification(evaluate.Metric):  # type: ignore[misc]
             for ids in (labels[labels == found], labels, found)
         )
         columns = class_scores(hits, present, predicted)
-        occur = present + predicted > 0  # scikit-learn's mean is over these, too
+        occur = present + predicted > 0  # scikit-learn averages over these, too
         return {
             "accuracy": float(hits.sum() / len(labels)),
             "f1_macro": float(np.mean(np.array(columns["f1"])[occur])),
@@ -128,22 +128,22 @@ class Classification(evaluate.Metric):  # type: ignore[misc]
 def _matthews_correlation(
     hits: NDArray[np.int64], present: NDArray[np.int64], predicted: NDArray[np.int64]
 ) -> float:
-    """Of three counts of each class [C], -1 to 1; 0 where labels or predictions are all the same.
+    """From three counts [C], a value of -1 to 1; 0 where labels or predictions are all the same.
 
     Source: Gorodkin, doi:10.1016/j.compbiolchem.2004.09.006.
     """
-    total = float(present.sum())  # integers to the fourth power would overflow
+    total = float(present.sum())  # float: int64 would overflow at the fourth power
     both = hits.sum() * total - present @ predicted
     spread = (total**2 - present @ present) * (total**2 - predicted @ predicted)
     return float(both / spread**0.5) if spread > 0 else 0.0
 
 
 def roc_auc(logits: NDArray[Any], labels: NDArray[Any]) -> float:
-    """Return the mean over the labels of the area under each one's ROC curve, against the rest: the
-    probability that it has a row that has it before one that has not, 0 to 1; of two labels both
-    are the same. Labels that all rows have, or none, are left out; of no others it is a half.
+    """Return the mean over labels of the area under the one-versus-rest ROC curve, 0 to 1: the
+    probability that a row with the label scores above a row without it. Two exclusive labels have
+    equal areas. Labels of all rows, or of none, are left out; 0.5 where no label remains.
 
-    Args: as of `score`.
+    Args: as for `score`.
     """
     rest = by_blocks(best_and_others, logits).T if labels.ndim == 1 else None
     areas = []
@@ -153,7 +153,7 @@ def roc_auc(logits: NDArray[Any], labels: NDArray[Any]) -> float:
         if 0 < count < len(has):
             chances = logits[:, label] if rest is None else log_odds(logits[:, label], *rest)
             ranked, own = np.sort(chances), chances[has]
-            twice = ranked.searchsorted(own) + ranked.searchsorted(own, "right")  # ties are halves
+            twice = ranked.searchsorted(own) + ranked.searchsorted(own, "right")  # a tie is half
             areas.append((twice.mean() - count) / 2 / (len(has) - count))
     return float(np.mean(areas)) if areas else 0.5
 
@@ -168,18 +168,18 @@ def score(
 
     Args:
         logits: [n, C].
-        labels: label ids, int64 [n]; of several labels, 0 or 1, float32 [n, C]; of a regression,
-            float32 [n].
+        labels: label ids, int64 [n]; multi-label: 0 or 1, float32 [n, C]; regression: float32
+            [n].
         label_names: by id, C of them.
-        thresholds: probability from which each of several labels counts, [C]; None for a half.
+        thresholds: multi-label: probability from which each label counts, [C]; None for 0.5.
 
     Returns:
-        By name, with loss; per_class: label name -> precision, recall, f1, support.
+        Values by metric, loss included; per_class: label name -> precision, recall, f1, support.
     """
     if labels.dtype.kind == "i":
         scores: dict[str, Any] = {"loss": float(by_blocks(cross_entropy, logits, labels).mean())}
         ids = {"predictions": logits.argmax(axis=1), "references": labels}
-        with tempfile.TemporaryDirectory() as folder:  # it makes one, and leaves it empty
+        with tempfile.TemporaryDirectory() as folder:  # evaluate leaves an empty folder behind
             metric = Classification(keep_in_memory=True, cache_dir=folder)
             scores |= metric.compute(**ids, num_labels=len(label_names))
         scores["roc_auc"] = roc_auc(logits, labels)
@@ -187,7 +187,7 @@ def score(
         scores = multi_label_metrics(logits, labels, thresholds)
     else:
         return regression_metrics(logits[:, 0], labels)
-    columns = scores.pop("per_class")  # which comes last
+    columns = scores.pop("per_class")  # added again as the last one
     scores["per_class"] = {
         name: {column: values[row] for column, values in columns.items()}
         for row, name in enumerate(label_names)
@@ -203,7 +203,7 @@ def sigmoid(logits: NDArray[Any]) -> NDArray[np.float64]:
 def chosen_labels(
     logits: NDArray[Any], thresholds: NDArray[np.float64] | None
 ) -> NDArray[np.bool_]:
-    """Which of several labels each row is given, [n, C]."""
+    """Return which labels each row is given in a multi-label problem, [n, C]."""
     least = 0.5 if thresholds is None else thresholds
     return by_blocks(lambda some: sigmoid(some) >= least, logits)
 
@@ -211,11 +211,11 @@ def chosen_labels(
 def multi_label_metrics(
     logits: NDArray[Any], labels: NDArray[np.float32], thresholds: NDArray[np.float64] | None = None
 ) -> dict[str, Any]:
-    """Metrics of several labels a row.
+    """Compute the metrics of a multi-label problem.
 
     Returns:
         loss: mean over rows and labels of the binary cross-entropy; accuracy: share of rows whose
-        whole set is right; f1_macro, f1_micro; roc_auc; per_class: as `class_scores`.
+        label set is fully right; f1_macro, f1_micro; roc_auc; per_class: as `class_scores`.
     """
     predicted = chosen_labels(logits, thresholds)
     actual = labels > 0.5
@@ -233,8 +233,8 @@ def multi_label_metrics(
 
 
 def best_thresholds(logits: NDArray[Any], labels: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return for each label the probability from which it should count: that of the highest F1 on
-    these rows, half-way to the next lower one; 0.5 for a label that no row has. [C].
+    """Return the decision threshold of each label, [C]: the probability with the highest F1 on
+    these rows, moved half-way to the next lower one; 0.5 for a label that no row has.
     """
     thresholds = np.full(labels.shape[1], 0.5)
     for label in range(labels.shape[1]):
@@ -244,7 +244,7 @@ def best_thresholds(logits: NDArray[Any], labels: NDArray[np.float32]) -> NDArra
         if hits[-1] == 0:
             continue
         f1 = 2 * hits / (np.arange(1, len(hits) + 1) + hits[-1])
-        f1[:-1][ranked[:-1] == ranked[1:]] = 0.0  # no threshold parts equal ones
+        f1[:-1][ranked[:-1] == ranked[1:]] = 0.0  # no threshold separates ties
         cut = int(f1.argmax())
         below = ranked[cut + 1] if cut + 1 < len(ranked) else 0.0
         thresholds[label] = (ranked[cut] + below) / 2
@@ -252,7 +252,7 @@ def best_thresholds(logits: NDArray[Any], labels: NDArray[np.float32]) -> NDArra
 
 
 def regression_metrics(predictions: NDArray[Any], labels: NDArray[np.float32]) -> dict[str, Any]:
-    """Metrics of a regression, from predictions [n] and labels [n].
+    """Compute the metrics of a regression, from predictions [n] and labels [n].
 
     Returns:
         loss: mean squared error; rmse: its root; mae: mean absolute error; pearson: correlation;
@@ -278,7 +278,7 @@ def _correlation(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
 
 
 def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Equal values share the mean of their ranks; what is no number has none."""
+    """Rank values: ties share their mean rank; NaN and infinite values get NaN."""
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[places]
     return np.where(np.isfinite(values), ranks, np.nan)
@@ -290,14 +290,14 @@ def mistakes(
     label_names: list[str],
     thresholds: NDArray[np.float64] | None = None,
 ) -> tuple[NDArray[np.float64], Callable[[int], tuple[Any, Any]]]:
-    """Say how wrong each prediction is, and what it is.
+    """Return how wrong each prediction is, and a function that describes it.
 
-    Args: as of `score`.
+    Args: as for `score`.
 
     Returns:
-        float64 [n], 0 where it is right: the probability that the wrong answer was given, the
-        largest one of several labels, or a regression's absolute error; and what returns a row's
-        label and prediction, in words or numbers.
+        Errors, float64 [n], 0 where a prediction is right: the probability given to the wrong
+        answer (multi-label: the largest over labels), or a regression's absolute error; and a
+        function: row -> (label, prediction), as names or numbers.
     """
     names = np.array(label_names, dtype=object)
     if labels.dtype.kind == "i":
