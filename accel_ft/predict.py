@@ -26,11 +26,11 @@ from accel_ft.runtime.files import writing
 from accel_ft.runtime.memory import restart_with_better_malloc
 from accel_ft.settings import parse, run_settings
 
-logger = logging.getLogger("accel_ft.predict")  # run with -m, its name is __main__
+logger = logging.getLogger("accel_ft.predict")  # under -m, __name__ is "__main__"
 
 Text = str | tuple[str, str]  # or a pair of texts
-NAME = re.compile(r"[^\s.!?]*")  # of a column, where a sentence is looked for
-CHUNK_ROWS = 2048  # read, sorted by length, labelled and written at a time: what bounds the memory
+NAME = re.compile(r"[^\s.!?]*")  # fits a column's name, not a sentence
+CHUNK_ROWS = 2048  # per rank: read, sorted by length, labelled, written at once; bounds the memory
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -68,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @dataclass(frozen=True)
 class Alone:
-    """What a Predictor wants of an Accelerator, for one process: accelerate's own state is that of
-    the whole process, which may train something else, in another precision, at the same time.
+    """Stands in for an Accelerator in one process. A real one shares global state, and the process
+    may be training something else in another precision at the same time.
     """
 
     device: Any
@@ -78,7 +78,7 @@ class Alone:
     process_index = 0
 
     def autocast(self) -> Any:
-        """A context in the precision."""
+        """Return a context that computes in `precision`."""
         import torch
 
         kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
@@ -86,8 +86,8 @@ class Alone:
 
 
 def devices() -> Any:
-    """Return where a Predictor of a program's own computes: on this process's device; in a script
-    that was launched with several ranks, on that of each.
+    """Return what a Predictor inside another program runs on: this process's device; in a script
+    that was launched with several ranks, an Accelerator.
     """
     import torch
 
@@ -115,25 +115,25 @@ class Predictor:
         self.config, self.accelerator = config, accelerator
         self.classifier = open_classifier(folder or config.checkpoint, accelerator.device)
         self.max_seq_length = self.classifier.max_seq_length(config.max_seq_length)
-        self.num_cut = 0  # texts that have lost their end
+        self.num_cut = 0  # texts that were truncated
         self.pad = Padding(self.classifier.tokenizer, self.max_seq_length, accelerator.device)
         transforms: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-            "single_label_classification": partial(torch.softmax, dim=-1),  # to be pickled
+            "single_label_classification": partial(torch.softmax, dim=-1),  # can be pickled
             "multi_label_classification": torch.sigmoid,
             "regression": torch.clone,
         }
         self.transform = transforms[self.classifier.problem_type]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickled, maybe in a new process, whose devices may be others."""
+        """Find the device again: an unpickling process may have other devices."""
         self.__dict__.update(state)
         self.accelerator = devices()
 
     def predict(self, texts: Sequence[Text]) -> list[dict[str, Any]]:
-        """Return {"label", "score"} of each text (or pair); of several labels {"labels"}, of a
-        regression {"score"}; with "scores" where all_scores is set. Collective.
+        """Return {"label", "score"} for each text (or pair); multi-label: {"labels"}; regression:
+        {"score"}; plus "scores" where all_scores is set. Collective.
         """
-        if isinstance(texts, str | Mapping) or hasattr(texts, "columns"):  # whose items are letters
+        if isinstance(texts, str | Mapping) or hasattr(texts, "columns"):  # items: letters, keys
             told = "not one text, and not a table. Fix: [text], or one of its columns"
             raise TypeError(f"texts: a list of texts is wanted, {told}")
         wanted = [tuple(text) if isinstance(text, list) else text for text in texts]
@@ -154,8 +154,8 @@ class Predictor:
         return [self.describe(row) for chunk in chunks for row in self.scores(chunk)]
 
     def label(self, rows: Iterator[Any]) -> Iterator[Iterator[dict[str, Any]]]:
-        """Yield what is written of the rows that rank 0 reads, some at a time: each is described
-        when it is written. Collective.
+        """Yield the output for the rows that rank 0 reads, a chunk at a time; each row is described
+        only as it is written. Collective.
         """
         from accelerate.utils import broadcast_object_list
 
@@ -168,8 +168,8 @@ class Predictor:
             )
 
     def scores(self, texts: list[Text]) -> Any:
-        """Return the probability of each label (of a regression, its value), float64
-        [len(texts), C], in the order given; each rank scores its share. Collective.
+        """Return the probability of each label (for a regression, its value), float64
+        [len(texts), C], in the order of `texts`; each rank scores its share. Collective.
         """
         import numpy as np
         import torch
@@ -189,7 +189,7 @@ class Predictor:
         lengths = np.array([row.shape[-1] for row in rows], np.int64)
         greatest = max((int(row[0].max()) for row in rows), default=0)
         check_tokens(greatest, tokenizer, self.classifier.model.config, "checkpoint")
-        # Not the precision of who calls. Around all batches: it casts weights once.
+        # The caller's autocast is off. One context for all batches: weights are cast once.
         with (
             torch.inference_mode(),
             torch.autocast(device.type, enabled=False),
@@ -200,7 +200,7 @@ class Predictor:
                 moved = {key: value.to(device) for key, value in inputs.items()}
                 logits = forward(self.classifier.model, moved)
                 logits = logits.cpu().double()
-                logits[~logits.isfinite().all(dim=1)] = torch.nan  # whose probabilities may be none
+                logits[~logits.isfinite().all(dim=1)] = torch.nan  # else some would look valid
                 found[batch] = self.transform(logits).numpy()
         scores = np.empty((len(texts), found.shape[1]))
         told = [(found, num_cut)]
@@ -214,11 +214,11 @@ class Predictor:
         return scores
 
     def describe(self, scores: Any) -> dict[str, Any]:
-        """Return what is written of one text's scores [C]."""
+        """Return the output object for one text's scores [C]."""
         import numpy as np
 
         names, kind = self.classifier.label_names, self.classifier.problem_type
-        values = [float(f"{score:.9g}") for score in scores.tolist()]  # what a float32 tells
+        values = [float(f"{score:.9g}") for score in scores.tolist()]  # float32's precision
         best, described = int(scores.argmax()), dict[str, Any]()
         if kind == "multi_label_classification":
             thresholds = self.classifier.thresholds
@@ -228,16 +228,16 @@ class Predictor:
             described = {"label": names[best], "score": values[best]}
         elif len(names) == 1:
             described["score"] = values[0]
-        if self.config.all_scores or not described:  # several numbers
+        if self.config.all_scores or not described:  # a regression with several outputs
             described["scores"] = dict(zip(names, values, strict=True))
-        # The argmax of NaN is the first label: it says nothing.
+        # The argmax of NaN is the first label, which would mean nothing.
         return described if np.isfinite(scores).all() else dict.fromkeys(described)
 
 
 def open_rows(config: PredictConfig) -> Iterator[tuple[str, Any, Text]]:
-    """Yield ("id", or what counts the rows: "line", "item" or "row"; its value; text) of each row
-    to label. A file is read once before, for its faults; of what can be read but once, the first
-    row.
+    """Return an iterator over (name, value, text) of each row to label; name is "id", or what value
+    counts: "line", "item" or "row". A file is first read to its end, to find its faults; of an
+    input that can be read only once, the first row is checked.
     """
     if config.text is not None:
         pair = config.text_pair
@@ -247,7 +247,7 @@ def open_rows(config: PredictConfig) -> Iterator[tuple[str, Any, Text]]:
 
     name = "standard input" if config.input == "-" else str(config.input)
     if config.input != "-" and Path(name).is_file():
-        deque(sound_rows(name, _read_rows(config, name)), maxlen=0)  # its last one's too
+        deque(sound_rows(name, _read_rows(config, name)), maxlen=0)  # finds all faults
     rows = sound_rows(name, _read_rows(config, name), most=1)
     first = list(islice(rows, 1))
     return chain(first, rows)
@@ -263,7 +263,7 @@ def _refuse_halves(name: str, parts: Sequence[str]) -> None:
 def _read_rows(
     config: PredictConfig, name: str
 ) -> Iterator[tuple[tuple[str, Any, Text], str | None]]:
-    """Yield rows as `open_rows` does, each with what is wrong with it."""
+    """Yield rows as `open_rows` does, each with its fault, or None."""
     from accel_ft.data.sources import check_columns, read_records, read_text, used_columns
 
     path, kind = str(config.input), str(config.input_format)
@@ -289,7 +289,7 @@ def _read_rows(
 
 
 def _guess_format(path: str, text_column: str) -> str:
-    """Return the format that a name, or a beginning, stands for."""
+    """Return the format that a file's name, or the first bytes, suggest."""
     from accel_ft.data.sources import suffix_of
 
     suffix, start = suffix_of(Path(path)), b""
@@ -299,13 +299,13 @@ def _guess_format(path: str, text_column: str) -> str:
         standard_input: Any = sys.stdin.buffer
         seen = standard_input.peek(64)
         start = seen.removeprefix(BOM_UTF8).strip()
-        if start == b"[" or (seen and not start):  # what comes after it is on its way
+        if start == b"[" or (seen and not start):  # what follows has not arrived yet
             raise ConfigError("input=-: lines, or JSON? Fix: --input_format lines, or json")
         if start == b"[]" or re.match(rb"\[\s*\{", start):
             return "json"
         if start[:1] == b"{":
             return "jsonl"
-    elif suffix in ("", "txt") and Path(path).is_file():  # a pipe can be read but once
+    elif suffix in ("", "txt") and Path(path).is_file():  # a pipe can be read only once
         with open(path, "rb") as file:
             start = file.read(4096).removeprefix(BOM_UTF8)
         if re.match(rb"\s*(\{|\[\s*\{)", start):
@@ -330,8 +330,8 @@ def _guess_format(path: str, text_column: str) -> str:
 
 if __name__ == "__main__":
     restart_with_better_malloc("accel_ft.predict")
-    for number in (signal.SIGTERM, signal.SIGHUP):  # to clean up; several wait for each other
-        is_heeded = signal.getsignal(number) != signal.SIG_IGN  # as `nohup` has it
+    for number in (signal.SIGTERM, signal.SIGHUP):  # to clean up; ranks would wait for each other
+        is_heeded = signal.getsignal(number) != signal.SIG_IGN  # nohup ignores SIGHUP
         if is_heeded and os.environ.get("WORLD_SIZE", "1") == "1":
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     run_command(main)

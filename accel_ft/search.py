@@ -41,16 +41,16 @@ from accel_ft.runtime.logging import read_events
 from accel_ft.settings import checked, meant, parse, read_settings
 
 POLL_SECONDS = 0.2
-SAME_SIGNAL_SECONDS = 1.0  # `timeout`, say, sends it twice
+SAME_SIGNAL_SECONDS = 1.0  # `timeout`, for one, sends its signal twice
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-FAILURES = 3  # after so many, and no trial at its end, the cause is the job
-GRID = 1000  # combinations of lists, of which each is tried once
-LAUNCHED = ("RANK", "ACCELERATE_MIXED_PRECISION")  # what a launcher sets
+FAILURES = 3  # after so many, with no trial finished, the job is at fault
+GRID = 1000  # up to so many combinations of lists, each is tried once
+LAUNCHED = ("RANK", "ACCELERATE_MIXED_PRECISION")  # set by a launcher
 MEASURE = {  # settings that decide how, and when, a trial is measured
     "problem_type", "max_eval_samples", "metric_for_best_model", "greater_is_better", "reproduce",
     "eval_steps", "label_column", "label_separator",
 }  # fmt: skip
-IDLE = HUB_KEYS | {  # settings that decide nothing of what a trial finds
+IDLE = HUB_KEYS | {  # settings that do not affect a trial's result
     "output_dir", "report_to", "ddp_timeout", "dataloader_num_workers",
     "per_device_eval_batch_size", "save_steps", "save_total_limit", "logging_steps", "preflight",
     "profile", "resume_from_checkpoint", "allow_changed",
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     search = _Search(config, job, settings, space, ranges, _shares(config))
     config.output_dir.mkdir(parents=True, exist_ok=True)
     with locked(config.output_dir, config.output_dir / "lock"):
-        heeded = [n for n in ENDING if signal.getsignal(n) != signal.SIG_IGN]  # by `nohup`
+        heeded = [n for n in ENDING if signal.getsignal(n) != signal.SIG_IGN]  # nohup ignores HUP
         before = {n: signal.signal(n, search.interrupt) for n in heeded}
         try:
             search.run()
@@ -93,14 +93,14 @@ class _Search:
     """What all trials share.
 
     Attributes:
-        settings: the job's, as its file has them.
-        ranges: of the space, as Optuna's distributions.
-        shares: of the devices, as environments, one for each of the trials at the same time.
+        settings: the job's keys, as in its file.
+        ranges: the search space, as Optuna distributions by key.
+        shares: environment variables that give each parallel trial its devices.
         failed: the settings of the trials that failed in this start, in order.
-        why: the last one failed.
-        is_over: no more trial is begun.
-        interrupted_at: on the monotonic clock; 0 for not.
-        asking: held by the one that asks for a trial, or writes best.yaml.
+        why: the reason why the last of them failed.
+        is_over: whether no further trial is started.
+        interrupted_at: monotonic time of the first signal; 0 for none.
+        asking: lock around asking for a trial, and around writing best.yaml.
     """
 
     config: SearchConfig
@@ -116,9 +116,9 @@ class _Search:
     asking: Any = field(default_factory=Lock)
 
     def interrupt(self, number: int, _: object) -> None:
-        """Have SIGTERM and Ctrl-C end the trials, which save; a second one ends the search at once.
+        """Let SIGTERM and Ctrl-C end the trials, which save; a second one ends the search at once.
 
-        The trials' threads look for it: raised in the main one, it would not reach them.
+        The trials' threads poll `interrupted_at`: an exception here would not reach them.
         """
         now = time.monotonic()
         self.interrupted_at = self.interrupted_at or now
@@ -126,17 +126,17 @@ class _Search:
             os._exit(128 + number)
 
     def run(self) -> None:
-        """Begin the study, or go on with it, and write best.yaml."""
+        """Start or continue the study, and write best.yaml."""
         import optuna
         from optuna.storages.journal import JournalFileBackend, JournalStorage
 
         folder, job, state = self.config.output_dir, self.job, optuna.trial.TrialState
         journal = folder / "study.log"
         written = journal.read_bytes() if journal.exists() else b""
-        write_whole(journal, written[: written.rfind(b"\n") + 1])  # a full disk cuts a line
+        write_whole(journal, written[: written.rfind(b"\n") + 1])  # drops a line cut by a full disk
         wanted = "maximize" if job.takes_highest else "minimize"
         try:
-            # The folder's lock has one process write to it; Optuna's own would outlive a kill.
+            # The folder's lock admits one process; Optuna's own lock would outlive a kill.
             storage = JournalStorage(JournalFileBackend(str(journal), lock_obj=Lock()))
             open_study = partial(
                 optuna.create_study, study_name="search", storage=storage, load_if_exists=True,
@@ -151,11 +151,11 @@ class _Search:
                 f"{journal}: is damaged ({first_line(error)}). Fix: another output_dir"
             ) from error
         self._check_same(study)
-        seed = job.seed + len(study.trials)  # a study that goes on draws anew
+        seed = job.seed + len(study.trials)  # a continued study must not repeat its draws
         study.sampler = optuna.samplers.TPESampler(seed=seed)
-        for trial in study.get_trials(states=(state.RUNNING,)):  # of a search that was ended
+        for trial in study.get_trials(states=(state.RUNNING,)):  # left by an ended search
             study.tell(trial.number, state=state.FAIL)
-            params = trial.system_attrs.get("fixed_params", {}) | trial.params  # ended while asked
+            params = trial.system_attrs.get("fixed_params", {}) | trial.params  # ended inside `ask`
             study.enqueue_trial(params, user_attrs={"folder": _folder(trial)})
         turns = iter(range(self.config.num_trials - _num_ended(study)))
         with ThreadPoolExecutor(len(self.shares)) as pool:
@@ -187,7 +187,7 @@ class _Search:
         return path
 
     def _check_same(self, study: Any) -> None:
-        """Refuse a job, rows or a space in which the study's trials cannot be compared.
+        """Refuse a job, rows or a space whose trials would not be comparable with the study's.
 
         Raises:
             ConfigError: naming the key.
@@ -197,10 +197,10 @@ class _Search:
             asked[f"SHA-256 of {split}_file"] = sha256(path)
         strategy = _strategy(self.config)
         asked["mixed_precision of accelerate's YAML"] = strategy.get("mixed_precision") or "no"
-        steps = "gradient_accumulation_steps"  # with which more ranks make a larger batch
+        steps = "gradient_accumulation_steps"  # with it, more ranks make a larger global batch
         if self.job.gradient_accumulation_steps or steps in self.space:
             asked["num_processes of accelerate's YAML"] = strategy.get("num_processes")
-        for key, values in self.space.items():  # of ranges, the ends may move
+        for key, values in self.space.items():  # the bounds of a range may change
             a_range = isinstance(values, dict) and f"a {'log ' * bool(values.get('log'))}range"
             asked[key] = a_range or f"one of {values}"
         was_tried = study.trials or any(self.config.output_dir.glob("trial_*"))
@@ -219,8 +219,8 @@ class _Search:
         study.set_user_attr("asked", asked)
 
     def work(self, study: Any, turns: Iterator[int], share: dict[str, str]) -> None:
-        """Try settings out, one after the other, with a share of the devices. A trial that a signal
-        or a fault (a full disk) ends stays RUNNING in the study: the next start goes on with it.
+        """Run trials one after another on a share of the devices. A trial that a signal or a fault
+        (a full disk) ends stays RUNNING in the study: the next start resumes it.
         """
         try:
             while not (self.is_over or self.interrupted_at) and next(turns, None) is not None:
@@ -237,9 +237,9 @@ class _Search:
             raise
 
     def ask(self, study: Any) -> Any:
-        """Return the next trial. Where all keys are lists, of a thousand combinations at most, each
-        is tried once, in any order, and one that failed again at the next start, after the others;
-        None where all are.
+        """Return the next trial. If all keys are lists, with at most GRID combinations, each is
+        tried once, in random order; one that failed in an earlier start is tried again, after the
+        others. None if all have been tried.
         """
         with self.asking:
             sizes = [len(getattr(each, "choices", ())) for each in self.ranges.values()]
@@ -261,7 +261,7 @@ class _Search:
             return study.ask(self.ranges)
 
     def try_out(self, trial: Any, share: dict[str, str]) -> tuple[float | None, Any]:
-        """Train with a trial's settings; return the value of the final model, and how it ended."""
+        """Train with a trial's settings; return the final model's value and the trial's state."""
         from optuna.trial import TrialState
 
         folder = self.config.output_dir / _folder(trial)
@@ -277,7 +277,7 @@ class _Search:
             return None, TrialState.PRUNED
         if ends := list(read_events(folder / "metrics.jsonl", "end")):
             value = self.job.best_value(ends[-1], "eval_")
-            if not math.isnan(value):  # which Optuna would take for a failure, unsaid
+            if not math.isnan(value):  # Optuna would silently count NaN as a failure
                 print(f"{about}: {self.job.best_metric} {value:.4f}", flush=True)
                 return value, TrialState.COMPLETE
         why = f"its {self.job.best_metric} is NaN" if ends else _why(folder / "log")
@@ -289,12 +289,12 @@ class _Search:
         return None, TrialState.FAIL
 
     def _train(self, trial: Any, folder: Path, share: dict[str, str]) -> bool:
-        """Run a trial's job until it ends, is worse than the median, or a signal comes; return
-        whether it was worse.
+        """Run a trial's job until it ends, is worse than the median, or a signal arrives; return
+        whether it is to be pruned as worse.
         """
         if _is_locked(folder):
             print(f"{folder}: still trains for a search that was killed: waiting", flush=True)
-        while _is_locked(folder) and not self.interrupted_at:  # a killed search has left it
+        while _is_locked(folder) and not self.interrupted_at:  # left by a killed search
             time.sleep(POLL_SECONDS)
         if self.interrupted_at:
             return False
@@ -303,7 +303,7 @@ class _Search:
         command += ["--config_file", str(file)] * (file is not None)
         command += ["-m", "accel_ft.train", "--config", str(folder / "job.yaml")]
         print(f"{folder}: {trial.params}: begins, see {folder / 'log'}", flush=True)
-        with (folder / "log").open("a") as log:  # a session: Ctrl-C is for the search alone
+        with (folder / "log").open("a") as log:  # a new session: Ctrl-C reaches only the search
             process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=os.environ | share, start_new_session=True
             )
@@ -313,17 +313,17 @@ class _Search:
                 time.sleep(POLL_SECONDS)
                 is_at_work = process.poll() is None
                 for event in islice(read_events(events, "eval"), told, None):
-                    told += 1  # which counts: updates are not alike, batches differ
+                    told += 1  # Optuna's step: updates differ with the batch size
                     value = self.job.best_value(event, "eval_")
                     if not math.isnan(value):
                         trial.report(value, told)
                         is_pruned |= is_at_work and bool(trial.should_prune())
-                # One that a killed search left, and that has come to its end since, counts.
+                # A finished trial is not pruned: one left by a killed search may finish meanwhile.
                 is_pruned = is_pruned and not any(read_events(events, "end"))
         finally:
-            if process.poll() is None:  # to the rank too: its launcher passes no signal on
+            if process.poll() is None:  # the group: the launcher forwards no signal
                 os.killpg(process.pid, signal.SIGTERM)
-            while process.poll() is None or _is_locked(folder):  # nor does it wait for the rank
+            while process.poll() is None or _is_locked(folder):  # nor waits for its ranks
                 time.sleep(POLL_SECONDS)
         return is_pruned
 
@@ -345,7 +345,7 @@ def _num_ended(study: Any) -> int:
 
 
 def _folder(trial: Any) -> str:
-    """Return the name of a trial's folder; one taken up again has that of its first start."""
+    """Return the name of a trial's folder; a resumed trial keeps that of its first start."""
     return str(trial.user_attrs.get("folder", f"trial_{trial.number:04d}"))
 
 
@@ -354,17 +354,17 @@ def _is_locked(folder: Path) -> bool:
     try:
         with FileLock(folder / "ranks/lock", timeout=0, fallback_to_soft=False):
             return False
-    except OSError as error:  # else a file system without locks
+    except OSError as error:  # else the file system has no locks
         return isinstance(error, Timeout)
 
 
 def _checked_ranges(
     config: SearchConfig, settings: dict[str, Any], space: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the distributions of Optuna's that a space stands for.
+    """Return a space as Optuna distributions by key.
 
     Raises:
-        ConfigError: listing all faults: what is no key of a job, or no range.
+        ConfigError: listing all faults: keys that cannot be varied, and values that are no range.
     """
     fixed = {key: value for key, value in settings.items() if key not in space}
     faults, known = [], TrainConfig.model_fields.keys() - IDLE - ROW_KEYS - MEASURE
@@ -404,7 +404,8 @@ def _distribution(key: str, values: Any) -> Any:
         return distributions.CategoricalDistribution(plain)
     if not isinstance(values, dict):
         raise TypeError("one value")
-    values = {k: float(v) if isinstance(v, str) else v for k, v in values.items()}  # YAML's 1e-5
+    # YAML reads 1e-5, which has no dot, as text.
+    values = {k: float(v) if isinstance(v, str) else v for k, v in values.items()}
     kinds = type_name(TrainConfig.model_fields[key].annotation).split("|")
     if "FLOAT" in kinds:
         return distributions.FloatDistribution(**values)
@@ -416,7 +417,7 @@ def _distribution(key: str, values: Any) -> Any:
 
 
 def _strategy(config: SearchConfig) -> dict[str, Any]:
-    """Return accelerate's YAML, as the launcher takes it."""
+    """Return the keys of the accelerate YAML that the launcher will use; {} for none."""
     if config.config_file is not None:
         return read_settings(config.config_file, "config_file")
     from accelerate.commands.config.config_args import default_config_file
@@ -426,11 +427,11 @@ def _strategy(config: SearchConfig) -> dict[str, Any]:
 
 
 def _shares(config: SearchConfig) -> list[dict[str, str]]:
-    """Return what each of the trials at the same time has in its environment: GPUs of its own, as
-    far as they go round.
+    """Return the environment variables of each parallel trial, which give it GPUs of its own; with
+    fewer GPUs than trials, some share one.
 
     Raises:
-        ConfigError: the strategy's YAML names others.
+        ConfigError: accelerate's YAML assigns GPUs itself.
     """
     num_trials = config.parallel_trials
     if num_trials == 1:

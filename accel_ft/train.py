@@ -31,7 +31,7 @@ from accel_ft.errors import (
 from accel_ft.runtime.memory import restart_with_better_malloc
 from accel_ft.settings import parse, read_receipt, settings_to_reproduce
 
-logger = logging.getLogger("accel_ft.train")  # run with -m, its name is __main__
+logger = logging.getLogger("accel_ft.train")  # under -m, __name__ is "__main__"
 
 RESULTS = ("model", "predictions.npz", "mistakes.jsonl", "report.html")
 RECORD = ("config.yaml", "metrics.jsonl")
@@ -52,12 +52,12 @@ def fit(config: TrainConfig) -> None:
     """Run the job; every rank calls it.
 
     Raises:
-        UserError: for what the user can mend, before the model is loaded where it can be known
-            before.
+        UserError: a fault the user can fix; raised before the model is loaded, if it can be found
+            by then.
     """
     from accel_ft.data.sources import check_first_rows
 
-    check_first_rows(config)  # the imports that follow take seconds
+    check_first_rows(config)  # the imports below take seconds
     if config.lora_r is not None:
         require("lora", "LoRA", "peft")
     from accel_ft.diagnosis.job import preflight
@@ -80,7 +80,7 @@ def fit(config: TrainConfig) -> None:
         _check_precision(config, config.reproduce, accelerator.mixed_precision)
     with _watched(config, accelerator) as watch:
         run = build(config, accelerator, watch)
-        config = run.config  # with what was worked out of it
+        config = run.config  # with derived values filled in
         if config.push_to_hub and is_main:
             from accel_ft.runtime.card import require_repo
 
@@ -95,7 +95,7 @@ def fit(config: TrainConfig) -> None:
                     with dropout.on_cpu(accelerator.device):
                         train(run)
             except Preempted:
-                watch.barrier()  # where a rank ends, the launcher signals the others anew
+                watch.barrier()  # as a rank exits, the launcher signals the others again
                 raise
         events = list(read_events(run.events.path)) if is_main else []
         if is_main and _lacks_card(config):
@@ -106,7 +106,7 @@ def fit(config: TrainConfig) -> None:
 
 
 def _check_precision(config: TrainConfig, run: Path, now: str) -> None:
-    """Refuse to reproduce a run in another precision, before it is trained for nothing."""
+    """Refuse, before any training, to reproduce a run in another precision."""
     key, was = "mixed_precision", read_receipt(run)["strategy"].get("mixed_precision")
     if was != now and key not in config.allow_changed:
         raise LaunchError(
@@ -120,7 +120,7 @@ def _watched(config: TrainConfig, accelerator: Any) -> Iterator[Any]:
     """Lock the run's folder, and watch the ranks. Collective.
 
     Raises:
-        UserError: it cannot be had; on all ranks.
+        UserError: the folder cannot be made or locked; raised on all ranks.
     """
     from accel_ft.runtime.watch import Watch
 
@@ -145,20 +145,21 @@ def _watched(config: TrainConfig, accelerator: Any) -> Iterator[Any]:
 
 @contextmanager
 def _own(config: TrainConfig, lock: Path) -> Iterator[Callable[[], None]]:
-    """Lock the run's folder; one that holds a run is only touched by a resume."""
+    """Lock the run's folder; refuse one that holds a run, unless this is a resume."""
     from accel_ft.checkpoint.transaction import list_published
     from accel_ft.runtime.files import locked, refuse_links, remove_unfinished
 
     folder = config.output_dir
     places = [folder / name for name in ("ranks", "model", "trackers", "profile")]
     inside = [path for place in places for path in place.glob("*")]
-    written = ("ranks", "metrics.jsonl", "report", "trackers", "profile")  # others are replaced
+    # Written in place, or into; the others are replaced by a rename, which follows no link.
+    written = ("ranks", "metrics.jsonl", "report", "trackers", "profile")
     refuse_links(*inside, *(folder / name for name in written))
-    if config.push_to_hub:  # all that is in it
+    if config.push_to_hub:  # all files in it are uploaded
         refuse_links(folder / "model", *(folder / "model").rglob("*"))
     checkpoints = folder / "checkpoints"
     if (checkpoints.resolve().parent / "receipt.json").exists():
-        refuse_links(checkpoints)  # to those of another run; to another disk it may lead
+        refuse_links(checkpoints)  # no link to another run's; to another disk is fine
     with locked(folder, lock) as check:
         for place in (folder, folder / "model"):
             remove_unfinished(place)
@@ -181,10 +182,10 @@ def _own(config: TrainConfig, lock: Path) -> Iterator[Callable[[], None]]:
 
 
 def _lacks_card(config: TrainConfig) -> bool:
-    """Whether there is a model without a card, or with one that names no repository."""
+    """Whether the model has no card, or one without the repository that it is pushed to."""
     card = config.output_dir / "model" / "README.md"
     if not card.is_file():
-        return card.parent.is_dir() and not card.parent.is_symlink()  # it may lead anywhere
+        return card.parent.is_dir() and not card.parent.is_symlink()  # a link may lead anywhere
     is_own = 'model="."' in card.read_text(encoding="utf-8", errors="replace")  # not a user's
     return is_own and config.push_to_hub
 
@@ -208,9 +209,9 @@ def _write_card_and_report(
                 write_report([config.output_dir], config.output_dir)
             except OSError:
                 raise
-            except Exception as error:  # the model is there, and more worth than its picture
+            except Exception as error:  # the model is saved; a report can be made again
                 logger.warning("the report could not be written: %s", str(error) or repr(error))
-        path = config.output_dir / "model" / "README.md"  # the last thing: it says all is there
+        path = config.output_dir / "model" / "README.md"  # written last: marks the run as complete
         write_whole(path, model_card(label_names, told, *results(events)))
     except OSError as error:
         raise CheckpointError(
@@ -221,8 +222,8 @@ def _write_card_and_report(
 
 
 def _say_and_push(config: TrainConfig, events: list[dict[str, Any]]) -> None:
-    """Say where all is; push and compare where that is asked for."""
-    with suppress(OSError, ValueError):  # nobody listens, or in another encoding; all is done
+    """Print where the results are; push and compare where asked for."""
+    with suppress(OSError, ValueError):  # stdout is closed or cannot encode it; the run is done
         _say_farewell(config, events)
     let_go_of_output()
     model = config.output_dir / "model"
@@ -237,7 +238,7 @@ def _say_and_push(config: TrainConfig, events: list[dict[str, Any]]) -> None:
 
 
 def _say_farewell(config: TrainConfig, events: list[dict[str, Any]]) -> None:
-    """Print the main metric and where all is."""
+    """Print the main metric, and where the model and the report are."""
     if config.best_metric == "loss":
         config = config.resolved(metric_for_best_model=None)
     metric = config.best_metric
@@ -265,10 +266,10 @@ def _say_farewell(config: TrainConfig, events: list[dict[str, Any]]) -> None:
 
 
 def _compare(first: Path, again: Path) -> None:
-    """Say whether a run that was trained again is the same.
+    """Print whether a reproduced run is the same as the first.
 
     Raises:
-        UserError: it is not; names the first update that differs, and what may be the cause.
+        UserError: it is not, or cannot be compared; names the first difference, and likely causes.
     """
     from accel_ft.reporting.compare import curves, differences, shared, table
     from accel_ft.reporting.record import read_record
@@ -288,5 +289,5 @@ def _compare(first: Path, again: Path) -> None:
 
 if __name__ == "__main__":
     restart_with_better_malloc("accel_ft.train")
-    faulthandler.disable()  # the run's log is the place for it
+    faulthandler.disable()  # `Watch` enables it on the run's log
     run_command(main)
