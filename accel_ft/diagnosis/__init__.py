@@ -1,3 +1,3 @@
-"""The doctor's checks: plain functions on anybody's model, DataLoader and loop, a cause a file;
-examples/doctor.md has the symptoms.
+"""The doctor's checks: plain functions for any model, DataLoader and loop, one file per cause;
+examples/doctor.md lists the symptoms.
 """

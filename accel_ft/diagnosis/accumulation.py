@@ -1,5 +1,5 @@
-"""Accumulation that is not: gradients that leak, are dropped, averaged wrongly or sent too often;
-found by writing down what a loop calls, and by comparing gradients.
+"""Faulty gradient accumulation: gradients that leak, are dropped, averaged wrongly or reduced too
+often; found by recording what a loop calls, and by comparing gradients.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ UNSUMMED = "unsummed"
 
 
 class _Recorder:
-    """Writes down calls; those that are made inside another of them are left out."""
+    """Records calls; a call made inside another recorded call is left out."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -39,7 +39,7 @@ class _Recorder:
         self.used: dict[Any, tuple[Any, int]] = {}
         self.added: set[Any] = set()
         self.sums_next = self.is_unsummed = False
-        self.replicated: dict[Any, tuple[Any, int]] = {}  # gradients of what several ranks train
+        self.replicated: dict[Any, tuple[Any, int]] = {}  # gradients of DDP's parameters
 
     def forward(self, model: nn.parallel.DistributedDataParallel, _: Any) -> None:
         """Note whether DDP will sum the gradients of this pass over the ranks."""
@@ -47,7 +47,7 @@ class _Recorder:
             self.sums_next = bool(model.require_backward_grad_sync)
 
     def noting(self, owner: Any, name: str, note: Callable[..., None]) -> Any:
-        """Return a patch of `owner.name` that notes each outermost call."""
+        """Return a patch of `owner.name` that records each outermost call."""
         original = getattr(owner, name)
 
         @wraps(original)
@@ -63,7 +63,7 @@ class _Recorder:
         return mock.patch.object(owner, name, noted)
 
     def enter(self, note: Callable[..., None], *args: Any) -> None:
-        """Note a call that begins, where it is an outermost one."""
+        """Record the start of a call if it is outermost, or a step within a backward pass."""
         if self.depth == 0:
             note(*args)
             self.outermost = note
@@ -72,18 +72,18 @@ class _Recorder:
         self.depth += 1
 
     def leave(self, *_: Any) -> None:
-        """A call has ended."""
+        """Record the end of a call."""
         self.depth -= 1
 
     def backward(self, *_: Any) -> None:
-        """Note a backward pass, and the gradients that a step has used and nothing has cleared."""
+        """Record a backward pass, and the gradients that a step used and nothing has cleared."""
         self.used = {p: (p.grad, _version(p.grad)) for p in _filled(self.used)}
         self.added = set(_filled(self.added))
         self.replicated = {p: (p.grad, _version(p.grad)) for p in self.replicated}
         self.events.append(BACKWARD)
 
     def after_backward(self) -> None:
-        """Keep in mind which of these the pass added to; another model's stay as they were."""
+        """Note which used gradients the pass added to; those of another model are unchanged."""
         self.added |= _changed(self.used)
         if _changed(self.replicated):
             self.is_unsummed = not self.sums_next
@@ -92,8 +92,8 @@ class _Recorder:
             self.sums_next = False
 
     def step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Note an optimizer's step, and whether it takes what it had taken before: what another
-        model's loss left in this one's gradients may be cleared first.
+        """Record an optimizer's step, and whether its gradients were added to used ones. Judged
+        only here: what another model's loss has added may be cleared before the step.
         """
         taken = _filled(p for group in optimizer.param_groups for p in group["params"])
         if not self.added.isdisjoint(taken):
@@ -105,21 +105,21 @@ class _Recorder:
         self.used |= dict.fromkeys(taken, (None, 0))
 
     def sum(self, tensor: torch.Tensor, *_: Any) -> None:
-        """Note a sum over the ranks that the loop makes itself; one number is no gradient."""
+        """Note an all-reduce by the loop itself; a tensor of one element is no gradient."""
         self.is_unsummed = self.is_unsummed and tensor.numel() < 2
 
     def schedule(self, scheduler: Any, *_: Any) -> None:
-        """Note a scheduler's step, and whose it is."""
+        """Record a scheduler's step, with the scheduler's id."""
         self.events.append(f"{SCHEDULE} {id(scheduler)}")
 
 
 def _filled(parameters: Iterable[Any]) -> list[Any]:
-    """Those of the parameters whose gradients are not all zero."""
+    """Return the parameters that have a gradient which is not all zero."""
     return [p for p in parameters if p.grad is not None and bool(p.grad.any())]
 
 
 def _changed(gradients: dict[Any, tuple[Any, int]]) -> set[Any]:
-    """Those of the parameters whose gradients are not what they were, or were written to."""
+    """Return the parameters whose gradient was replaced, or written to, since it was noted."""
     return {
         p
         for p, (gradient, version) in gradients.items()
@@ -128,25 +128,25 @@ def _changed(gradients: dict[Any, tuple[Any, int]]) -> set[Any]:
 
 
 def _version(gradient: Any) -> int:
-    """How often a gradient was written to; FSDP2 writes to its share."""
+    """Return a gradient's version counter: how often it was written to; FSDP2: its local shard."""
     return 0 if gradient is None else int(getattr(gradient, "_local_tensor", gradient)._version)
 
 
 @contextlib.contextmanager
 def recording(model: nn.Module | None = None) -> Iterator[list[str]]:
-    """Write down what the loop in the body does: backward, reduce, step, schedule, in order, and
-    "left" before a step on gradients that were added to those of the step before.
+    """Record what the loop in the body does: backward, reduce, step, schedule, in order, and "left"
+    before a step whose gradients were added to those of the step before.
 
     Args:
-        model: wrapped by DDP, or what holds one that is; a backward pass whose gradients it sums is
-            followed by "reduce", and a step on what it has not summed preceded by "unsummed".
+        model: wrapped by DDP, or containing such a module; a backward pass that DDP reduces is
+            followed by "reduce", and a step on gradients not reduced is preceded by "unsummed".
     """
     recorder = _Recorder()
     hooks = [
         register_optimizer_step_pre_hook(partial(recorder.enter, recorder.step)),
         register_optimizer_step_post_hook(recorder.leave),
     ]
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    model = getattr(model, "_orig_mod", model)  # unwraps torch.compile
     for part in () if model is None else model.modules():
         if isinstance(part, nn.parallel.DistributedDataParallel):
             hooks.append(part.register_forward_pre_hook(recorder.forward))
@@ -154,9 +154,9 @@ def recording(model: nn.Module | None = None) -> Iterator[list[str]]:
     patches = [
         recorder.noting(torch.autograd, "backward", recorder.backward),
         recorder.noting(torch.amp.GradScaler, "step", lambda _, one, *__: recorder.step(one)),
-        recorder.noting(LRScheduler, "_initial_step", lambda *_: None),  # a constructor's
+        recorder.noting(LRScheduler, "_initial_step", lambda *_: None),  # hides an initial step
     ]
-    if torch.distributed.is_available():  # by hand, of gradients or of a copy of them
+    if torch.distributed.is_available():  # gradients, or a copy, reduced by hand
         patches.append(recorder.noting(torch.distributed, "all_reduce", recorder.sum))
     for kind in (LRScheduler, *_subclasses(LRScheduler)):
         if "step" in vars(kind):
@@ -176,13 +176,13 @@ def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def blocks(events: Sequence[str]) -> tuple[list[Update], Update]:
-    """Cut what was recorded after each step; return those, and what follows the last one."""
+    """Split events after each step; return the updates, and the events after the last one."""
     updates: list[Update] = []
     rest: Update = []
     for event in events:
         rest.append(event)
         if event == STEP:
-            if updates and BACKWARD not in rest:  # of a second optimizer
+            if updates and BACKWARD not in rest:  # a second optimizer's step
                 updates[-1] += rest
             else:
                 updates.append(rest)
@@ -194,11 +194,11 @@ def blocks(events: Sequence[str]) -> tuple[list[Update], Update]:
 def accumulation_calls(  # noqa: PLR0911
     events: Sequence[str], accumulation_steps: int
 ) -> Finding:
-    """Judge what `recording` wrote down over one epoch.
+    """Judge what `recording` recorded over one epoch.
 
     Args:
         events: from `recording`.
-        accumulation_steps: micro-batches an update is meant to have.
+        accumulation_steps: micro-batches that an update should have.
     """
     updates, rest = blocks(events)
     if WITHIN in events:
@@ -235,7 +235,7 @@ def accumulation_calls(  # noqa: PLR0911
             "Accelerator(gradient_accumulation_steps=...); losses with a backward pass each count "
             "as micro-batches",
         )
-    # a scheduler's step comes after the optimizer's: it stands in the block that follows
+    # a scheduler steps after the optimizer: its step is in the block that follows
     schedules = max(
         max(Counter(e for e in block if e.startswith(SCHEDULE)).values(), default=0)
         for block in [*updates, rest]
@@ -281,18 +281,18 @@ def accumulated_gradient(
     whole_batch: Callable[[], Any],
     tolerance: float = 1e-3,
 ) -> Finding:
-    """Compare the gradient of k micro-batches with that of the same samples at once. Collective
-    where FSDP2 has sharded it.
+    """Compare the gradient of k micro-batches with that of the same samples in one batch.
+    Collective where FSDP2 has sharded the model.
 
     Args:
-        model: without dropout and BatchNorm's statistics (`model.eval()` will do).
+        model: with dropout off and BatchNorm's statistics fixed (`model.eval()` will do).
         micro_batches: runs the loop's own backward passes over the micro-batches, without a step.
         whole_batch: computes the mean loss of the same samples and its backward pass.
-        tolerance: relative; float32 sums in another order differ by about 1e-6, bf16 by 1e-2.
+        tolerance: relative; sums in another order differ by about 1e-6 in float32, 1e-2 in bf16.
     """
     ours, theirs = gradients_of(model, micro_batches), gradients_of(model, whole_batch)
     aa, ab, bb = torch.zeros(3, dtype=torch.float64)
-    for name in theirs | ours:  # one after the other: all at once would be four times the model
+    for name in theirs | ours:  # one by one: in float64 all would be four times the model
         a, b = (
             whole(each[name]).to_dense().cpu().double() if name in each else torch.zeros(1)
             for each in (ours, theirs)
@@ -301,10 +301,10 @@ def accumulated_gradient(
     if not bb:
         return Verdict.FAIL("the whole batch leaves no gradient", "is anything trained?")
     factor = float(ab / bb)
-    left = (aa - 2 * factor * ab + factor**2 * bb).clamp_min(0)  # that no factor explains
+    left = (aa - 2 * factor * ab + factor**2 * bb).clamp_min(0)  # that no factor removes; squared
     rest = float((left / aa.clamp_min(1e-60)).sqrt())
     about = f"{factor:.4f} times that of the whole batch, {rest:.1e} of it in another direction"
-    if not (abs(factor - 1) <= tolerance and rest <= tolerance):  # nor where one is no number
+    if not (abs(factor - 1) <= tolerance and rest <= tolerance):  # NaN fails too
         return Verdict.FAIL(
             about,
             "divide each micro-batch's summed loss by the samples (or label weight) of the whole "

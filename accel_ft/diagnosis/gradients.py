@@ -1,4 +1,4 @@
-"""Pieces of somebody's program, run without leaving a trace in it."""
+"""Run parts of a user's program without side effects on its model."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -12,8 +12,8 @@ from accel_ft.runtime.guest import own_random_numbers
 
 
 def reshard(model: nn.Module) -> None:
-    """Have the model name its own parameters: after a forward pass FSDP2's root has others, which
-    it has gathered, and whose gradients are not those that the optimizer sees.
+    """Make the model expose its sharded parameters: after a forward pass FSDP2's root still exposes
+    the gathered ones, whose gradients are not those that the optimizer sees.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -22,7 +22,7 @@ def reshard(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Put gradients, buffers and random numbers back as they were."""
+    """Restore gradients, buffers and the random state after the body."""
     reshard(model)
     gradients = [(p, p.grad) for p in model.parameters()]
     values = [(grad, grad.clone()) for _, grad in gradients if grad is not None]
@@ -38,7 +38,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
             reshard(model)
             for p, gradient in gradients:
                 p.grad = gradient
-            for gradient, before in values:  # views of DDP's buckets are written into
+            for gradient, before in values:  # views of DDP's buckets are written in place
                 gradient.detach().copy_(before)
             for module, name, buffer, before in buffers:
                 if getattr(module, name) is not buffer:
@@ -48,8 +48,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def gradients_of(model: nn.Module, run: Callable[[], Any]) -> dict[str, torch.Tensor]:
-    """Return the gradients that `run` leaves, from none, by name; of what FSDP2 has sharded, this
-    rank's share.
+    """Return the gradients that `run` leaves when it starts without any, by parameter name; under
+    FSDP2, this rank's shards.
     """
     with untouched(model):
         for p in model.parameters():

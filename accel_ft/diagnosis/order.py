@@ -1,4 +1,4 @@
-"""What was built in the wrong order: before the process group, before wrapping, or out of step."""
+"""Wrong order of construction: before the process group, before wrapping, or out of step."""
 
 import contextlib
 import time
@@ -20,7 +20,7 @@ SPREAD_SECONDS = 5.0
 
 @contextlib.contextmanager
 def construction() -> Iterator[list[bool]]:
-    """Note of each DataLoader that the body builds whether there was a process group by then."""
+    """Record whether a process group existed as the body built each DataLoader."""
     log: list[bool] = []
     original = DataLoader.__init__
 
@@ -61,7 +61,8 @@ def optimizer_holds_model(model: nn.Module, *optimizers: torch.optim.Optimizer) 
     """Compare the optimizers' tensors with the model's parameters, by identity.
 
     Returns:
-        FAIL where they hold tensors the model does not have, WARN where trainable ones are in none.
+        WARN where trainable parameters are in no optimizer; FAIL where, besides, the optimizers
+        hold tensors that the model does not have.
     """
     reshard(model)
     own = {id(p) for p in model.parameters()}
@@ -86,11 +87,11 @@ def optimizer_holds_model(model: nn.Module, *optimizers: torch.optim.Optimizer) 
 
 def arrival(stage: str, limit_seconds: float = SPREAD_SECONDS) -> Finding:
     """Measure how far apart the ranks arrive here, by how long each waits for the others.
-    Collective: where a rank never arrives, `postmortem.Stages` tells.
+    Collective: a rank that never arrives is a case for `postmortem.Stages`.
 
     Args:
-        stage: its name.
-        limit_seconds: above which it is a warning.
+        stage: name of this place in the program.
+        limit_seconds: a larger spread is a WARN.
     """
     started = time.monotonic()
     gather(None)

@@ -1,4 +1,4 @@
-"""Replicas that are not: parameters, buffers or gradients that differ between ranks."""
+"""Replicas out of sync: parameters, buffers or gradients that differ between ranks."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -19,13 +19,13 @@ Tensors = Iterable[tuple[str, torch.Tensor]]
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP, of either version, or another scheme has given each rank a share."""
+    """Whether FSDP1, FSDP2 or another scheme has sharded the model over the ranks."""
     shares = any(hasattr(parameter, "to_local") for parameter in model.parameters())
     return shares or strategy_of(model).startswith("FSDP")
 
 
 def _alike(model: nn.Module | None, tensors: Tensors, mend: str) -> Finding:
-    """Compare tensors over the ranks; of `model`, which may be sharded."""
+    """Compare tensors bit by bit over the ranks; SKIP where `model`, if given, is sharded."""
     if num_ranks() == 1:
         return Verdict.SKIP("one process: nothing to compare with")
     if model is not None and is_sharded(model):
@@ -56,7 +56,7 @@ def same_weights(model: nn.Module) -> Finding:
 def same_buffers(model: nn.Module) -> Finding:
     """Compare buffers bit by bit over the ranks. Collective.
 
-    DDP sends rank 0's before each forward pass, which may then change them on each rank: no fault.
+    DDP broadcasts rank 0's before each forward pass: differences that a pass leaves are no fault.
     """
     keys = {"broadcast_buffers", "forward_sync_buffers"}  # torch's older and newer name
     wrapped = [m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
@@ -67,7 +67,7 @@ def same_buffers(model: nn.Module) -> Finding:
     if sent and not kept:
         return Verdict.PASS("DDP sends rank 0's before each forward pass")
     return _alike(
-        None,  # FSDP leaves them whole, and sends none
+        None,  # FSDP neither shards nor broadcasts buffers
         kept,
         "leave DDP's broadcast_buffers on: rank 0's are sent before each forward pass, so save on "
         "rank 0; SyncBatchNorm where the statistics of all ranks are wanted, as under FSDP, which "
@@ -77,8 +77,8 @@ def same_buffers(model: nn.Module) -> Finding:
 
 @check("same gradients")
 def same_gradients(model: nn.Module) -> Finding:
-    """Compare gradients bit by bit over the ranks, after the backward pass that synchronises and
-    before the optimizer's step. Collective.
+    """Compare gradients bit by bit over the ranks, to be called between the backward pass that
+    synchronises and the optimizer's step. Collective.
     """
     gradients = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
     return _alike(
@@ -94,7 +94,7 @@ def used_parameters(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Findi
     """Find trainable parameters that the loss of a batch does not depend on."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     alone = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
-    with nullcontext() if alone is None else alone.no_sync():  # it would wait for unused ones
+    with nullcontext() if alone is None else alone.no_sync():  # DDP would wait for unused ones
         gradients = gradients_of(model, lambda: torch.autograd.backward(loss()))
     unused = [name for name, _ in named if name not in gradients]
     if unused:
@@ -113,8 +113,8 @@ def same_loss(loss: Callable[[Any], torch.Tensor], batch: Any) -> Finding:
     """Compute the loss of rank 0's batch on every rank. Collective.
 
     Args:
-        loss: of a batch on this rank's device, with the model in evaluation mode.
-        batch: tensors on the CPU; rank 0's is taken.
+        loss: computes that of a batch on this rank's device, with the model in evaluation mode.
+        batch: tensors on the CPU; rank 0's is used.
     """
     if num_ranks() == 1:
         return Verdict.SKIP("one process: nothing to compare with")

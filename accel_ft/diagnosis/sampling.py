@@ -1,4 +1,4 @@
-"""Who reads what: every rank the same rows, the same order each epoch, rows counted twice; measured
+"""Sampling faults: ranks that read the same rows, epochs of one order, rows counted twice; measured
 by what the loader yields, not by how it is built.
 """
 
@@ -15,10 +15,10 @@ from accel_ft.errors import listed
 from accel_ft.runtime.guest import own_random_numbers
 
 Ids = Callable[[Any], Iterable[Any]]
-# Of each rank: the numbers of its rows, the size of its largest batch, how many batches.
+# For each rank: the ids of its rows, the size of its largest batch, its number of batches.
 Ranks = list[tuple[list[Any], int, int]]
-FEW_ROWS = 8  # of a rank
-DRAWN_WITH_REPLACEMENT = 0.45  # share of the rows that is left out, and some more: 1 / e
+FEW_ROWS = 8  # on a rank: too few to judge the order
+DRAWN_WITH_REPLACEMENT = 0.45  # share of rows left out: 1 / e, and a margin
 SHARD = (
     "accelerator.prepare(loader), or DataLoader(sampler=DistributedSampler(dataset)), after the "
     "process group exists; and one seed on all ranks"
@@ -43,16 +43,16 @@ def training_sampling(
     Args:
         loader: what this rank's loop iterates over.
         num_samples: rows of the whole data set.
-        ids: gives the numbers of a batch's rows, which tell them apart; a tensor, or any names.
+        ids: returns the ids of a batch's rows: a tensor, or any hashable values.
         before_epoch: what the loop itself does first in each epoch, such as `set_epoch`.
 
     Returns:
-        FAIL where ranks read the same rows, rows are missing, or both epochs of more than 8 rows a
-        rank have one order, and where a rank reads all its rows as many times; WARN where it reads
-        some again, or has more batches than another. The random numbers are as before, but for a
-        generator of the loader's own and the epochs that accelerate's counts; the epoch is 0. Rows
-        that are left out or repeated at the end of an epoch, fewer than one batch of all ranks, are
-        no fault; nor are any where the loader's sampler says that it draws with replacement.
+        FAIL where ranks read the same rows, rows are missing, every rank reads each of its rows
+        more than once, or both epochs have one order (of more than 8 rows a rank); WARN where some
+        rows are read again, or a rank has more batches than another. Up to one batch a rank may be
+        left out or repeated at the end of an epoch. A sampler that draws with replacement: FAIL
+        where ranks draw the same rows, WARN where over 45 % are never drawn. The random state is
+        restored and the epoch is 0, except the loader's own generator and accelerate's epoch count.
     """
     epochs = []
     with own_random_numbers():
@@ -65,7 +65,7 @@ def training_sampling(
     if severity(second.verdict) > severity(first.verdict):
         mend = f"set_epoch(epoch) on every rank, a new iterator in __iter__; else {second.mend}"
         return replace(second, measured=f"in the second epoch {second.measured}", mend=mend)
-    # Of a few rows, an order may come again by chance.
+    # With few rows, an order may repeat by chance.
     is_many = num_samples > FEW_ROWS * len(epochs[0])
     if first.verdict is Verdict.PASS and epochs[0] == epochs[1] and is_many:
         return Verdict.FAIL(
@@ -91,8 +91,8 @@ def evaluation_sampling(loader: Iterable[Any], num_samples: int, ids: Ids) -> Fi
     Args:
         loader: what this rank's evaluation iterates over.
         num_samples: rows of the whole data set.
-        ids: gives the numbers of the rows of a batch whose predictions are counted: of this rank,
-            or of all, where each counts what all have gathered; the same as if each reads all.
+        ids: returns the ids of a batch's rows whose predictions are counted: this rank's, or all
+            ranks' if each counts the gathered ones. Identical ranks are judged as one.
     """
     with own_random_numbers():
         ranks = _read(loader, ids)
@@ -126,15 +126,15 @@ def _holders(loader: Any) -> Iterator[Any]:
 def _coverage(  # noqa: PLR0911
     ranks: Ranks, num_samples: int, loader: Any = None
 ) -> Finding:
-    rows = [Counter(numbers) for numbers, *_ in ranks]  # how often each rank reads each
-    readers = Counter(number for read in rows for number in read)  # how many ranks do
+    rows = [Counter(numbers) for numbers, *_ in ranks]  # per rank: how often it reads each row
+    readers = Counter(number for read in rows for number in read)  # how many ranks read each row
     shared = sum(count > 1 for count in readers.values())
     sizes, missing = [read.total() for read in rows], num_samples - len(readers)
     again = sum(sizes) - sum(map(len, rows))
     largest = [batch for _, batch, _ in ranks]
-    room = sum(largest)  # what evening out, or dropping the end, may cost
+    room = sum(largest)  # rows that padding may repeat, or drop_last leave out
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
-        room *= max(getattr(loader, "num_workers", 0), 1)  # each worker has an end of its own
+        room *= max(getattr(loader, "num_workers", 0), 1)  # each worker has a last batch of its own
     about = f"rows of each rank {listed(sizes, 8)}; {len(readers)} different ones of {num_samples}"
     if any(getattr(each, "replacement", False) for each in _holders(loader)):
         if len({tuple(numbers) for numbers, *_ in ranks}) < len(ranks):

@@ -1,9 +1,9 @@
-"""Gradients whose memory is laid out otherwise than DDP's buckets: copied at every step, with a
-warning that is easily misread.
+"""Gradients with other strides than DDP's buckets: copied at every step, with a warning that is
+easily misread.
 
-With `gradient_as_bucket_view` a gradient is a view of its bucket, laid out as the parameter is.
-Autograd lays gradients out so, too, except where the strides differ only in dimensions of size 1.
-`grad.contiguous()` in a hook does nothing: that tensor counts as contiguous with any stride there.
+With `gradient_as_bucket_view` a gradient is a view of its bucket, with the parameter's strides.
+Autograd keeps these strides, too, except where a difference is only in dimensions of size 1.
+`grad.contiguous()` in a hook is a no-op: any stride there counts as contiguous.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def bucket_strides(parameter: torch.Tensor) -> tuple[int, ...]:
     Source: torch/csrc/distributed/c10d/reducer.cpp, initialize_bucket_views: the parameter's own
         where it covers its memory without gap or overlap, else those of a contiguous tensor.
     """
-    dense = torch.empty_like(parameter, device="meta").stride()  # as it is, where it is dense
+    dense = torch.empty_like(parameter, device="meta").stride()  # keeps those of a dense tensor
     plain = torch.empty(parameter.shape, device="meta").stride()
     return dense if dense == parameter.stride() else plain
 
@@ -39,7 +39,7 @@ def gradient_strides(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Find
     """Compare the strides of each gradient, as it is accumulated, with those of its bucket.
 
     Args:
-        model: plain or wrapped by DDP; its gradients are put back, and DDP's reduction does not
+        model: plain or wrapped by DDP; its gradients are restored, and DDP's reduction does not
             run.
         loss: computes the loss of a batch, a scalar, with the inner model (`model.module`).
 
@@ -61,10 +61,10 @@ def gradient_strides(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Find
 
 
 def match_strides(model: nn.Module) -> list[Any]:
-    """Install hooks that lay each gradient out as DDP's bucket; the numbers stay the same.
+    """Install hooks that give each gradient the strides of DDP's bucket; values stay the same.
 
     Returns:
-        The hooks' handles: `handle.remove()` takes one off again.
+        The hooks' handles: `handle.remove()` removes one.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     return [p.register_hook(partial(_laid_out, bucket_strides(p))) for p in trained]  # type: ignore[no-untyped-call]

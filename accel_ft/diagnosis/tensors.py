@@ -1,4 +1,4 @@
-"""Tensors where they do not belong; found by looking at objects and by running."""
+"""Tensors where they do not belong; found by inspecting objects and by running code."""
 
 import builtins
 import contextlib
@@ -29,7 +29,7 @@ PICKLING = ("__reduce__", "__getstate__")
 
 
 def _held(value: Any, seen: set[int] | None = None, depth: int = 0) -> Iterator[Any]:
-    """Yield tensors, arrays, modules and long collections that an object holds, in whatever way."""
+    """Yield the tensors, arrays, modules and long collections that an object refers to."""
     seen = {id(vars(builtins))} if seen is None else seen
     if id(value) in seen or depth > 8 or len(seen) > LONG_LIST:
         return
@@ -41,20 +41,21 @@ def _held(value: Any, seen: set[int] | None = None, depth: int = 0) -> Iterator[
         if are_alike and len(value) > LONG_LIST:
             yield value
         parts = gc.get_referents(value)
-        if isinstance(value, FunctionType):  # of its module, what it reads
+        if isinstance(value, FunctionType):  # only the globals it reads
             around, code = value.__globals__, dis.get_instructions(value)
             seen.add(id(around))
             read = {each.argval for each in code if each.opname == "LOAD_GLOBAL"}
             parts += [around[name] for name in read & around.keys()]
         if any(isinstance(vars(type(value)).get(name), FunctionType) for name in PICKLING):
-            own = [*parts, *getattr(value, "__dict__", {}).values()]  # it says what a worker gets
+            # Its own pickling decides what workers get: the arrays that it holds do not count.
+            own = [*parts, *getattr(value, "__dict__", {}).values()]
             seen |= {id(each) for each in own if isinstance(each, np.ndarray)}
         for each in parts[:128] if are_alike else parts:
             yield from _held(each, seen, depth + 1)
 
 
 def _tensors(parts: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among parts, and the parameters of the modules."""
+    """Yield the tensors among `parts`, and the parameters of the modules among them."""
     for part in parts:
         if isinstance(part, nn.Module):
             yield from part.parameters()
@@ -64,9 +65,9 @@ def _tensors(parts: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 @check("tensors of the data set")
 def dataset_tensors(loader: DataLoader[Any]) -> Finding:
-    """Look for tensors of an accelerator, and for what each worker would copy, in what a loader's
-    data set yields and holds, and in what its `collate_fn` makes of a row: one row is read, of a
-    stream the first.
+    """Look for accelerator tensors, and for data that each worker would copy, in what a loader's
+    data set yields and holds, and in what its `collate_fn` makes of one row; the row is read here,
+    from a stream the first.
     """
     dataset, workers, batches = loader.dataset, loader.num_workers, loader.batch_sampler
     keys = loader.sampler if batches is None else chain.from_iterable(batches)
@@ -76,7 +77,7 @@ def dataset_tensors(loader: DataLoader[Any]) -> Finding:
     with own_random_numbers():
         for row in islice(rows, 1):
             far += _far("a row", _held(row))
-            with contextlib.suppress(Exception):  # a collate_fn that wants more rows
+            with contextlib.suppress(Exception):  # it may want more rows
                 far += _far("a batch", _held(loader.collate_fn([row])))
     held = list(_held(dataset))
     far += _far("the data set", held)
@@ -92,7 +93,7 @@ def dataset_tensors(loader: DataLoader[Any]) -> Finding:
             f"each of {workers} workers copies {listed(copied)}",
             "a tensor, or a memory-mapped file (numpy.memmap, Arrow) that each worker opens itself",
         )
-    far += _far("collate_fn", _held(loader.collate_fn))  # which may leave it alone
+    far += _far("collate_fn", _held(loader.collate_fn))  # it may leave them unused
     if far:
         return Verdict.WARN(listed(far), "yield tensors on the CPU: each row is a copy of its own")
     return Verdict.PASS(
@@ -101,14 +102,14 @@ def dataset_tensors(loader: DataLoader[Any]) -> Finding:
 
 
 def _far(owner: str, held: Iterable[Any]) -> list[str]:
-    """The tensors among what `owner` holds that are not on the CPU."""
+    """Describe the tensors among `held`, what `owner` holds, that are not on the CPU."""
     far = [tensor for tensor in _tensors(held) if tensor.device.type != "cpu"]
     return [f"{owner} holds a tensor {list(each.shape)} on {each.device}" for each in far]
 
 
 def _copied(part: Any, loader: DataLoader[Any]) -> str:
-    """What a worker copies: collections of objects (reference counts), and arrays where it is not
-    forked; tensors torch puts into shared memory.
+    """Describe what a worker copies, if anything: collections of objects (reference counts defeat
+    copy-on-write), and arrays unless it is forked; torch puts tensors into shared memory.
     """
     has_objects = isinstance(part, np.ndarray) and part.dtype == object and part.size > LONG_LIST
     if isinstance(part, list | tuple | dict | set) or has_objects:
@@ -140,11 +141,11 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 @check("views and ties")
 def aliased_parameters(model: nn.Module, sharded: bool = False) -> Finding:
-    """Look for parameters that are different objects in the same bytes, and for tied ones.
+    """Look for different parameters that share memory, and for tied ones.
 
     Args:
         model: not wrapped yet.
-        sharded: whether it is to be, which tied parameters must be fit for.
+        sharded: whether it will be: tied parameters must then be in the same FSDP unit.
     """
     named = model.named_parameters(remove_duplicate=False)
     held = sorted((p.data_ptr(), name, p) for name, p in named if _has_memory(p))
@@ -174,7 +175,7 @@ def aliased_parameters(model: nn.Module, sharded: bool = False) -> Finding:
 
 
 def _place(tensor: torch.Tensor) -> NDArray[np.void]:
-    """The bytes of a tensor on any device, as numpy compares places: its content is not read."""
+    """Return an array over a tensor's memory on any device, to compare addresses, not to read."""
     width = tensor.element_size()
     interface = {
         "data": (tensor.data_ptr(), False), "typestr": f"|V{width}", "shape": tuple(tensor.shape),
@@ -185,11 +186,11 @@ def _place(tensor: torch.Tensor) -> NDArray[np.void]:
 
 @check("operations in place")
 def in_place(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Finding:
-    """Find what changes parameters, or what the backward pass needs, in place."""
+    """Find in-place changes of parameters, or of what the backward pass needs."""
     try:
         with untouched(model), torch.autograd.set_detect_anomaly(True, check_nan=False):
             trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-            before = [(n, p, digest(p)) for n, p in trained]  # no teacher of means
+            before = [(n, p, digest(p)) for n, p in trained]  # not an EMA teacher's
             value = loss()
             changed = [name for name, p, content in before if digest(p) != content]
             gradients_of(model, lambda: torch.autograd.backward(value))
