@@ -16,18 +16,18 @@ def same_curve(
     """Compare loss and gradient norm of each update with those of one process.
 
     Args:
-        ours, alone: (loss, gradient norm) of each update; of one process, that read each global
-            batch at once.
-        tolerance: relative: float32 differs by about 1e-6, bf16 by 1e-2. A norm that is small
-            beside that of other updates, as where gradients cancel, is rounding: its difference is
-            held against a tenth of the greatest.
+        ours, alone: (loss, gradient norm) of each update, of the run and of one process that reads
+            the same global batches.
+        tolerance: relative: float32 differs by about 1e-6, bf16 by 1e-2. A norm far below that of
+            other updates, where gradients cancel, is mostly rounding: differences are relative to
+            at least a tenth of the greatest value.
     """
     if not ours or len(ours) != len(alone):
         return Verdict.FAIL(f"{len(ours)} updates against {len(alone)}", "the same job for both")
     a, b = np.array(ours, np.float64), np.array(alone, np.float64)
     least = np.maximum(0.1 * np.abs(b).max(axis=0), 1e-12)
     gaps = np.abs(a - b) / np.maximum(np.abs(b), least)
-    far = np.flatnonzero(~(gaps <= tolerance).all(axis=1))  # what is no number is not near
+    far = np.flatnonzero(~(gaps <= tolerance).all(axis=1))  # NaN counts as far
     if len(far):
         first = int(far[0]) + 1
         grown = b[:first, 0].max()

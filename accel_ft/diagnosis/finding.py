@@ -1,4 +1,4 @@
-"""What a check says, and how the checks of several ranks hear of each other."""
+"""What a check returns, and how the ranks exchange what they found."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ P = ParamSpec("P")
 
 
 class Verdict(StrEnum):
-    """How a check ended, the worst last. Called, it is what the check found; `check` names it."""
+    """How a check ended, the worst last. Calling one makes a Finding, which `check` names."""
 
     SKIP = "SKIP"
     PASS = "PASS"
@@ -28,7 +28,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of one check; of a collective one the same on every rank.
+    """The outcome of one check; the same on every rank if the check is collective.
 
     Attributes:
         check: its name.
@@ -44,7 +44,7 @@ class Finding:
 
 
 def check(name: str) -> Callable[[Callable[P, Finding]], Callable[P, Finding]]:
-    """Give what a function finds the check's name."""
+    """Return a decorator that puts `name` into the finding that a function returns."""
 
     def named(judge: Callable[P, Finding]) -> Callable[P, Finding]:
         @wraps(judge)
@@ -57,18 +57,18 @@ def check(name: str) -> Callable[[Callable[P, Finding]], Callable[P, Finding]]:
 
 
 def num_ranks() -> int:
-    """Return how many ranks there are; 1 where there is no group."""
+    """Return the world size; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 @cache
 def _host_group(world: Any) -> Any:
-    """A gloo group of all ranks: objects travel on the host, whatever device a rank has set."""
+    """Return a gloo group of all ranks: objects go through host memory, not a rank's device."""
     return world if dist.get_backend(world) == "gloo" else new_host_group()
 
 
 def gather(value: Any) -> list[Any]:
-    """Return every rank's value, in order; a list of one where there is no group. Collective."""
+    """Return every rank's value, by rank; [value] without a process group. Collective."""
     values: list[Any] = [value] * num_ranks()
     if len(values) > 1:
         dist.all_gather_object(values, value, group=_host_group(dist.group.WORLD))
@@ -76,7 +76,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def agreed(finding: Finding) -> Finding:
-    """Return the worst of what the ranks found, with the ranks that found it. Collective."""
+    """Return the worst finding of all ranks, with the ranks that found it. Collective."""
     ranks: list[Finding] = gather(finding)
     worst = max(ranks, key=lambda one: list(Verdict).index(one.verdict))
     if all(one.verdict == worst.verdict for one in ranks):
@@ -86,6 +86,6 @@ def agreed(finding: Finding) -> Finding:
 
 
 def line(finding: Finding) -> str:
-    """Return a finding as a line to read, the mend under what it mends."""
+    """Return a finding as one line of text, with the mend on a second line."""
     mend = f"\n{'':32}        mend: {finding.mend}" if finding.mend else ""
     return f"{finding.check:32}  {finding.verdict:4}  {finding.measured}{mend}"

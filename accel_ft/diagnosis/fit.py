@@ -1,4 +1,4 @@
-"""Will it fit: bytes on each rank, by what they are for, against what the device has."""
+"""Will it fit: bytes on each rank, by purpose, compared with the device's capacity."""
 
 from accel_ft.diagnosis.finding import Finding, Verdict, check
 from accel_ft.model.memory import RESERVE, Need
@@ -19,12 +19,12 @@ def will_it_fit(
     """Compare a job's need with a device, find the largest micro-batch, and choose a strategy.
 
     Args:
-        wanted: from `need`.
+        wanted: from `model.memory.need`.
         strategy: the one asked for: "none", "ddp", "fsdp" or "offload".
         capacity: bytes of a rank's device (its share of a CPU's memory).
-        rows: of the micro-batch asked for.
-        on_cpu: there is no other memory to offload to.
-        update: rows of a whole update on a rank, where that accumulates; else it takes `rows`.
+        rows: size of the micro-batch asked for.
+        on_cpu: whether the device is the CPU, which leaves no memory to offload to.
+        update: rows of a whole update on a rank, if it accumulates; at least `rows` is assumed.
     """
     usable, update = int(capacity * (1 - RESERVE)), max(rows, update)
 

@@ -1,6 +1,6 @@
-"""The checks on a job of accel_ft, with a few of its rows, under the strategy it is launched with.
+"""Runs the checks on an accel_ft job, with a few of its rows, under the strategy it launches with.
 
-`examine` is the doctor's whole examination; `preflight` the part of it that every run begins with.
+`examine` is the doctor's whole examination; `preflight` the part that every run begins with.
 """
 
 import contextlib
@@ -97,9 +97,9 @@ def examine(config: TrainConfig) -> Iterator[Finding]:
     """Yield the findings of the whole examination, the same on every rank. Collective.
 
     Args:
-        config: the job; where it names neither model nor rows, one of the doctor's own takes its
-            place. Runs of a few updates are written into its output_dir, or beside where it is not
-            there yet, and removed.
+        config: the job; if it names neither model nor rows, the doctor's own sample job is used.
+            Runs of a few updates are written into its output_dir, or beside it where it does not
+            exist yet, and removed.
     """
     limit = _limit_seconds(config)
     with order.construction() as log:
@@ -111,13 +111,13 @@ def examine(config: TrainConfig) -> Iterator[Finding]:
         rank, num_ranks = accelerator.process_index, accelerator.num_processes
 
         def clean_up(keeps_logs: bool) -> None:
-            for _ in range(2) if rank == 0 else ():  # a heartbeat may have come between
+            for _ in range(2) if rank == 0 else ():  # twice: a heartbeat may interfere
                 shutil.rmtree(folder / "probe" if keeps_logs else folder, ignore_errors=True)
 
         names_log = False
         try:
             watched = Watch(folder / "ranks", rank, num_ranks, limit, clean_up=clean_up)
-            with watched as watch:  # of `agreed`, too
+            with watched as watch:  # covers `agreed`, too
                 yield from map(
                     agreed, _on_the_job(config, accelerator, log, watch, folder / "probe")
                 )
@@ -131,7 +131,7 @@ def examine(config: TrainConfig) -> Iterator[Finding]:
 
 
 def _limit_seconds(config: TrainConfig) -> float:
-    """What the job says of its own set-up counts; else the doctor is impatient."""
+    """Return the job's ddp_timeout if it is set, else the doctor's shorter limit."""
     return config.ddp_timeout if "ddp_timeout" in config.model_fields_set else LIMIT_SECONDS
 
 
@@ -142,7 +142,7 @@ def _is_empty(config: TrainConfig) -> bool:
 
 
 def _probe(config: TrainConfig, folder: Path, watch: Watch) -> TrainConfig:
-    """The job with few rows and updates, in a folder of its own."""
+    """Return the job cut to few rows and updates, in a folder of its own."""
     if _is_empty(config):
         with watch.first(watch.rank == 0):
             if watch.rank == 0:
@@ -152,7 +152,7 @@ def _probe(config: TrainConfig, folder: Path, watch: Watch) -> TrainConfig:
             train_file=folder / "rows.csv",
         )
     at_once, rows = config.per_device_train_batch_size, ROWS
-    if at_once != "auto":  # two micro-batches a rank, where an update of the job has more than one
+    if at_once != "auto":  # room for two micro-batches a rank, if the job accumulates
         rows = max(rows, 2 * at_once * watch.num_ranks)
     return config.resolved(
         output_dir=folder / "run", max_steps=UPDATES, logging_steps=1, save_steps=UPDATES,
@@ -176,7 +176,7 @@ def _on_the_job(
     yield machine.links(accelerator.device)
     yield _keys(config)
     job = _probe(config, folder, watch)
-    capacity = device_bytes(accelerator.device)  # before the run has its share of it
+    capacity = device_bytes(accelerator.device)  # before the run takes memory
     run = _quiet(build(job, accelerator, watch))
     yield order.construction_order(log, watch.num_ranks)
     yield order.optimizer_holds_model(run.model, run.optimizer)
@@ -190,8 +190,8 @@ def _on_the_job(
     with dropout.on_cpu(accelerator.device):  # as training does
         yield from _on_the_loop(run)
         yield from _on_the_replicas(run)  # after the updates
-        job = run.config  # with the micro-batch that `auto` has found: not once more
-        _let_go(run)  # what follows needs its room, and that of its checkpoints
+        job = run.config  # with the micro-batch size that `auto` has found
+        _let_go(run)  # `resume` needs its memory, and the disk space below
         if accelerator.is_main_process:
             shutil.rmtree(job.output_dir)
         watch.barrier()
@@ -200,7 +200,7 @@ def _on_the_job(
 
 
 def _keys(config: TrainConfig) -> Finding:
-    """Whether what is set has an effect."""
+    """Find keys that are set without effect."""
     trackers.check(config.report_to)
     idle = [words for _, _, words in config.idle_keys()]
     if idle:
@@ -209,22 +209,22 @@ def _keys(config: TrainConfig) -> Finding:
 
 
 def _disk(run: Run, config: TrainConfig) -> Finding:
-    """Whether the whole job's checkpoints have room, not the probe's."""
+    """Check the disk space for the checkpoints of the whole job, not of the probe."""
     per_epoch = math.ceil(_num_rows(run, config) / run.plan.global_batch_size)
-    checkpoints = config.output_dir / "checkpoints"  # maybe on a disk of their own
+    checkpoints = config.output_dir / "checkpoints"  # may be a link to another disk
     there = len(list_published(checkpoints))
     wanted = checkpoint_bytes(run, config, config.updates(per_epoch), per_epoch, there)
     return machine.disk(checkpoints, wanted)
 
 
 def _num_rows(run: Run, config: TrainConfig) -> int:
-    """Training rows of the whole job."""
+    """Return the number of training rows of the whole job."""
     return min(len(run.splits.train.store), config.max_train_samples or sys.maxsize)
 
 
 def _quiet(run: Run) -> Run:
     run.bar = progress_bar(0, run.num_steps, False)
-    run.test_loader = None  # a data set may bring a split of its own, and a large one
+    run.test_loader = None  # a data set may bring a large test split
     return run
 
 
@@ -246,7 +246,7 @@ def _on_the_data(run: Run) -> Iterator[Finding]:
 
     if run.plan.steps_per_epoch > 1:
         yield sampling.training_sampling(Epoch(), len(run.splits.train), _places)
-    else:  # sorted by length, it may have the same order each time
+    else:  # sorted by length, its order may not change
         yield Finding("training rows", Verdict.SKIP, "an epoch is one batch")
     yield sampling.evaluation_sampling(run.validation_loader, len(run.splits.validation), _places)
 
@@ -256,16 +256,16 @@ def _places(batch: Batch) -> list[int]:
 
 
 def _has_room(run: Run) -> bool:
-    """Whether every rank can hold the whole model, gradients and moments once more."""
+    """Whether every rank has room for a second whole model, with gradients and moments."""
     free = min(gather(device_bytes(run.accelerator.device)))
     return bool(free > 5 * 4 * run.num_parameters)
 
 
 def _on_a_plain_model(run: Run, config: TrainConfig, capacity: int) -> Iterator[Finding]:
-    """What is wrong with the model, its loss and its rows, without any strategy.
+    """Check the model, its loss and its rows, without any strategy.
 
     Args:
-        config: of the job.
+        config: of the whole job, not of the probe.
         capacity: bytes of a rank's device.
     """
     device = run.accelerator.device
@@ -285,7 +285,7 @@ def _on_a_plain_model(run: Run, config: TrainConfig, capacity: int) -> Iterator[
     first = _backward(run, model, 0, parts)
     if run.config.problem_type == "regression":
         yield Finding("initial loss", Verdict.SKIP, "nothing is known of a regression's")
-    else:  # a label of several is there or not
+    else:  # multi-label: each label is a choice of two
         several = run.config.problem_type == "multi_label_classification"
         num_labels = 2 if several else len(run.splits.label_names)
         yield learning.initial_loss(first, num_labels, bool(drawn))
@@ -311,7 +311,7 @@ def _batch(run: Run, places: Any) -> Batch:
 
 
 def _loss(run: Run, model: nn.Module, batch: Batch, smoothing: float | None = None) -> torch.Tensor:
-    """The summed loss of a batch, as the loop computes it."""
+    """Return the summed loss of a batch, as the loop computes it."""
     batch = send_to_device(batch, run.accelerator.device)
     with run.accelerator.autocast():
         logits = forward(model, batch)
@@ -321,7 +321,7 @@ def _loss(run: Run, model: nn.Module, batch: Batch, smoothing: float | None = No
 
 
 def _backward(run: Run, model: nn.Module, step: int, parts: Iterable[Any]) -> float:
-    """Leave the gradients of update `step`, cut into `parts`; return its loss."""
+    """Accumulate the gradients of update `step` over `parts`; return its loss."""
     total = 0.0
     for places in parts:
         loss = _loss(run, model, _batch(run, places)) / run.global_weight(step)
@@ -331,7 +331,7 @@ def _backward(run: Run, model: nn.Module, step: int, parts: Iterable[Any]) -> fl
 
 
 def _without_dropout(model: nn.Module) -> None:
-    """Set every dropout probability to 0, those that attention layers keep as numbers too."""
+    """Set every dropout probability to 0, also those that attention layers hold as floats."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -348,12 +348,12 @@ def _loader_speed(run: Run, model: nn.Module) -> Finding:
         model.zero_grad()
 
     finding = machine.loader_speed(loader, step, run.accelerator.device)
-    loader.end()  # left early, it would stay registered
+    loader.end()  # not read to its end, it would stay registered
     return finding
 
 
 def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
-    """The beginnings of some rows by heart, no two of them alike: on this process alone."""
+    """Overfit the beginnings of a few distinct rows, on this process alone."""
     is_part = run.config.freeze is not None or run.config.lora_r is not None
     rate = scaled_learning_rate(run.config)
     yield learning.usual_rate(rate, 1.0 if is_part else learning.HIGHEST_RATE)
@@ -363,18 +363,18 @@ def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
         yield Finding("overfits", Verdict.SKIP, why)
         return
     split = run.splits.train
-    # BART's and T5's kind find a text's last token by its end token: they see all of it.
+    # Encoder-decoders (BART, T5) look for a text's end token: their rows are not cut.
     tokens = None if getattr(model.config, "is_encoder_decoder", False) else LEARNT_TOKENS
     places = np.arange(min(len(split), 100 * LEARNT_ROWS), dtype=np.int64)
     rows = [row[..., :tokens] for row in split.tokens(places)]
     different = {row.tobytes(): place for place, row in enumerate(rows)}
-    most = LEARNT_ROWS if tokens else run.config.micro_batch_size  # whole ones may be long
+    most = LEARNT_ROWS if tokens else run.config.micro_batch_size  # uncut rows may be long
     chosen = np.array(list(different.values())[: min(LEARNT_ROWS, most)])
     batch = run.train_batches.pad([rows[place] for place in chosen])
     batch |= {"labels": torch.from_numpy(split.labels(chosen)), "weights": torch.ones(len(chosen))}
     batch = send_to_device(batch, run.accelerator.device)
     size = getattr(model.config, "hidden_size", None) or 384
-    rate = 0.1 / size  # 1e-4 for 1,024, more for smaller ones, and for adapters, which begin at 0
+    rate = 0.1 / size  # 1e-4 at 1,024; more for smaller models, and for adapters, which start at 0
     if run.config.lora_r is not None:
         rate = min(10 * rate, learning.HIGHEST_RATE)
     optimizer = make_optimizer(model, rate, 0.0)
@@ -398,7 +398,7 @@ def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
     learnt = learning.overfits(step, goal=goal, chance=chance)
     falls = min(losses) < losses[0] and math.isfinite(losses[-1])
     if learnt.verdict == Verdict.FAIL and falls and run.config.lora_r is not None:
-        learnt = replace(learnt, verdict=Verdict.WARN)  # adapters may be too few for it
+        learnt = replace(learnt, verdict=Verdict.WARN)  # adapters may have too little capacity
     yield learnt
     labels = batch["labels"]
     if not one_label or bool((labels == labels[0]).all()):
@@ -418,10 +418,10 @@ def _on_the_replicas(run: Run) -> Iterator[Finding]:
 
 
 def _on_the_loop(run: Run) -> Iterator[Finding]:
-    """Some updates of the real loop, against the same on this process alone."""
+    """Compare a few updates of the real loop with the same updates on this process alone."""
     _without_dropout(run.model)
     start_or_resume(run)
-    run.graphs = Graphs()  # in which nothing is called that could be written down
+    run.graphs = Graphs()  # none: a replayed graph makes no calls to record
     with accumulation.recording(run.model) as events:
         train(run)
     yield accumulation.accumulation_calls(events, run.accumulation_steps)
@@ -437,8 +437,8 @@ def _on_the_loop(run: Run) -> Iterator[Finding]:
 
 
 def _alone(run: Run) -> list[tuple[float, float]]:
-    """Loss and gradient norm of the run's updates, on one process. Each is cut in another way than
-    the run's, so that a loss that depends on the cut differs too; at once it may not fit.
+    """Return loss and gradient norm of the run's updates, on one process. Micro-batches are split
+    in another way, to expose a loss that depends on the split; a whole update might not fit.
     """
     config, device = run.config, run.accelerator.device
     model, _ = plain_model(config, device, run.splits.label_names, run.tokenizer)
@@ -463,7 +463,7 @@ def _alone(run: Run) -> list[tuple[float, float]]:
 
 
 class _Job:
-    """A run of accel_ft, built and not started, as `resume` drives one."""
+    """A run of accel_ft, built but not started, as a `resume.Job`."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -499,7 +499,7 @@ class _Job:
 
 
 def _jobs(config: TrainConfig, watch: Watch, folder: Path) -> Generator[_Job]:
-    """Build the job anew each time, in the same folder, having let go of the last."""
+    """Yield the job, built anew each time in the same folder, after freeing the last one."""
     job = config.resolved(output_dir=folder / "resume", max_steps=1000, save_steps=1000)
     while True:
         run = _quiet(build(job, make_training_accelerator(_limit_seconds(config)), watch))
@@ -510,7 +510,7 @@ def _jobs(config: TrainConfig, watch: Watch, folder: Path) -> Generator[_Job]:
 
 
 def _let_go(run: Run) -> None:
-    """Free a run's model and moments; what accelerate prepares stands in circles."""
+    """Free a run's model and moments; what accelerate prepares has reference cycles."""
     run.close()
     run.accelerator.free_memory()
     run.model = run.optimizer = run.scheduler = None  # type: ignore[assignment]

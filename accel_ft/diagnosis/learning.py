@@ -1,4 +1,4 @@
-"""Does it learn at all: a few samples by heart, and what the first steps show."""
+"""Does the model learn at all: overfitting a few samples, and what the first steps show."""
 
 import math
 import time
@@ -13,10 +13,10 @@ from accel_ft.diagnosis.finding import Finding, Verdict, check
 from accel_ft.errors import listed
 from accel_ft.runtime.fsdp import whole
 
-ENOUGH_UPDATES = 20  # to tell a loss that does not fall
+ENOUGH_UPDATES = 20  # to judge that a loss does not fall
 FALLING = 0.9  # of the first loss
-LEARNT = 0.6  # of the loss of who predicts the labels' shares
-ENOUGH_ROWS = 8  # to tell copies
+LEARNT = 0.6  # of the loss of predicting the label frequencies
+ENOUGH_ROWS = 8  # to judge duplicates
 LOWEST_RATE, HIGHEST_RATE = 1e-7, 1e-2
 
 
@@ -27,7 +27,7 @@ def initial_loss(loss: float, num_labels: int, is_fresh: bool = True) -> Finding
     Args:
         loss: mean cross-entropy in nats, before the first update.
         num_labels: C.
-        is_fresh: whether the head was drawn anew; a trained one is below.
+        is_fresh: whether the head is newly initialised; a trained one starts lower.
     """
     expected = math.log(num_labels)
     about = f"{loss:.4f}, ln({num_labels}) is {expected:.4f}"
@@ -44,11 +44,11 @@ def initial_loss(loss: float, num_labels: int, is_fresh: bool = True) -> Finding
 
 @check("learning rate")
 def usual_rate(learning_rate: float, highest: float = HIGHEST_RATE) -> Finding:
-    """Compare a learning rate of AdamW with those that models are fine-tuned at.
+    """Compare an AdamW learning rate with the usual range for fine-tuning.
 
     Args:
         learning_rate: at its peak.
-        highest: a new head on a frozen encoder, or adapters, bear more than a whole model.
+        highest: the limit; a head on a frozen encoder, or adapters, tolerate a higher one.
     """
     if LOWEST_RATE <= learning_rate <= highest:
         return Verdict.PASS(f"{learning_rate:g}")
@@ -58,10 +58,10 @@ def usual_rate(learning_rate: float, highest: float = HIGHEST_RATE) -> Finding:
 
 @check("gradient norms")
 def gradient_norms(model: nn.Module) -> Finding:
-    """Look at the gradients that a backward pass has left: finite, and not all zero.
+    """Check that the gradients that a backward pass has left are finite, and not all zero.
 
-    Of LoRA's factors one begins at zero, so that the other's is zero at first. Collective where
-    FSDP2 has sharded them.
+    One of LoRA's two factors starts at zero, so the other one's gradient is zero at first.
+    Collective where FSDP2 has sharded the model.
     """
     norms = {
         n: float(whole(p.grad).float().norm())
@@ -100,14 +100,14 @@ def overfits(
 
     Args:
         step: one update on the samples, all of them; returns its loss.
-        steps: at most.
-        seconds: at most; a loss that has fallen by half then is enough, and one that falls, or a
-            few updates, tell nothing.
-        goal: loss in nats that is near enough, above what label smoothing leaves; None for a third
-            of the first one, where a loss has no scale of its own. Three updates in a row must be
+        steps: most updates to do.
+        seconds: time limit. When it is reached, a loss that has halved is a PASS; one that falls
+            less, or too few updates, are a SKIP.
+        goal: loss in nats that counts as near zero, above what label smoothing leaves; None for a
+            third of the first loss, for losses without a scale. Three updates in a row must be
             below it.
-        chance: loss in nats of who knows the labels' shares alone. One that is far below it, and
-            not near, is a WARN: it has learnt something.
+        chance: loss in nats of predicting the label frequencies. A loss far below it, but not
+            below `goal`, is a WARN: something was learnt.
     """
     losses: list[float] = []
     started = time.monotonic()
@@ -137,10 +137,10 @@ def overfits(
 
 @check("texts")
 def varied_texts(rows: Sequence[NDArray[np.int32]]) -> Finding:
-    """Look at what the model sees: not the same few texts.
+    """Check that the model does not see the same few texts again and again.
 
     Args:
-        rows: token ids of each text, cut as they will be.
+        rows: token ids of each text, truncated as in training.
     """
     count = len({row.tobytes() for row in rows})
     about = f"{count} different ones in {len(rows)} rows, tokenised and cut"
@@ -155,7 +155,7 @@ def varied_texts(rows: Sequence[NDArray[np.int32]]) -> Finding:
 
 @check("predictions")
 def varied_predictions(logits: torch.Tensor) -> Finding:
-    """Look at what is predicted: not one class for all, after some training.
+    """Check that the predictions are not one class for all rows, after some training.
 
     Args:
         logits: [n, C].

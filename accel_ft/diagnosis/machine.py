@@ -25,7 +25,7 @@ REDUCED_BYTES = (4 * 1024, MIB, 16 * MIB)
 TIMED_BATCHES = 8
 SHARED_BYTES = 256 * MIB
 SKEW_SECONDS = 2.0
-SLOW = 1.25  # times float32's time, from which a precision is called slow
+SLOW = 1.25  # times float32's time, above which a precision is called slow
 TIMED_PRODUCTS, TIMED_SECONDS = 5, 0.5
 
 
@@ -43,7 +43,7 @@ def versions() -> Finding:
 
 @check("device")
 def devices(device: torch.device, precision: str) -> Finding:
-    """Describe each rank's device; is `precision` (no, bf16, fp16) a fast one there? Collective."""
+    """Describe each rank's device; check that `precision` (no, bf16, fp16) is fast. Collective."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         place = str(torch.cuda.get_device_properties(device).uuid)
@@ -71,29 +71,29 @@ def devices(device: torch.device, precision: str) -> Finding:
 
 
 def product_time(device: torch.device, precision: str) -> float:
-    """Return the time of a product of matrices in `precision` (no, bf16, fp16) by that in float32.
-    A processor may have no instructions for it, or (Sapphire Rapids without AMX) slow ones.
+    """Return the time of a matrix product in `precision` (no, bf16, fp16) divided by float32's. A
+    CPU may have no instructions for it, or (Sapphire Rapids without AMX) slow ones.
     """
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     if kind is None:
         return 1.0
     side = 1024 if device.type == "cpu" else 2048
     fastest, begun = {kind: math.inf, torch.float32: math.inf}, time.perf_counter()
-    for number in range(TIMED_PRODUCTS):  # in turn
+    for number in range(TIMED_PRODUCTS):  # alternately
         for each, seconds in fastest.items():
             matrix = torch.ones(side, side, dtype=each, device=device)
-            matrix[0, 0].item()  # waits until it is there
+            matrix[0, 0].item()  # waits for the device
             start = time.perf_counter()
             (matrix @ matrix.T)[0, 0].item()
             fastest[each] = min(seconds, time.perf_counter() - start)
-        if number and time.perf_counter() - begun > TIMED_SECONDS:  # the first one loads kernels
+        if number and time.perf_counter() - begun > TIMED_SECONDS:  # the first loads kernels
             break
     return fastest[kind] / fastest[torch.float32]
 
 
 @check("all-reduce")
 def links(device: torch.device) -> Finding:
-    """Time all-reduces: us and GB/s (2 (N - 1) / N bytes a byte) of each size. Collective."""
+    """Time all-reduces: us and GB/s (2 (N - 1) / N bytes sent per byte), by size. Collective."""
     count, words = num_ranks(), []
     if count == 1:
         return Verdict.SKIP("one process: nothing is sent")
@@ -126,12 +126,12 @@ def links(device: torch.device) -> Finding:
 def loader_speed(
     batches: Iterable[Any], step: Callable[[Any], Any], device: torch.device
 ) -> Finding:
-    """Compare the seconds a batch takes to come with those its step takes.
+    """Compare the seconds of waiting for a batch with the seconds of its step.
 
     Args:
         batches: the training loader.
         step: forward and backward of one batch.
-        device: waited for after each step.
+        device: synchronised after each step.
     """
     waits, steps = [], []
     start = time.perf_counter()
@@ -154,7 +154,7 @@ def loader_speed(
 
 @check("limits")
 def limits(num_workers: int = 0) -> Finding:
-    """Look at the limits of open files and shared memory, on every rank's machine. Collective."""
+    """Check the limits of open files and shared memory on every rank's machine. Collective."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None
     ranks = gather((files, shared))
@@ -188,7 +188,7 @@ def clocks() -> Finding:
 
 @check("Hub")
 def hub() -> Finding:
-    """Say whether the Hub can be reached: a job that needs it, and cannot have it, tells so itself.
+    """Report whether the Hub can be reached; no FAIL, as a job that needs it says so itself.
     Collective.
     """
     lost = [number for number, reached in enumerate(gather(hub_reachable())) if not reached]

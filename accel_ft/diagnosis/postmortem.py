@@ -1,7 +1,7 @@
 """Crashes without a trace, and hangs: which rank, at which stage, with which Python stack.
 
-Each rank writes down where it is (`Stages`), Python's faulthandler adds the stack, and
-`post_mortem` reads what they left.
+Each rank writes its stage to a file (`Stages`), Python's faulthandler adds the stack, and
+`post_mortem` reads both.
 """
 
 import contextlib
@@ -21,24 +21,24 @@ from accel_ft.diagnosis.finding import Finding, Verdict, check
 from accel_ft.errors import first_line, listed
 
 FILE = "rank_{:05d}.json"
-LAST_WORDS = re.compile(r"Fatal Python error: .*|Timeout \(.*")  # of faulthandler
+LAST_WORDS = re.compile(r"Fatal Python error: .*|Timeout \(.*")  # faulthandler's
 OWN_FRAME = re.compile(r'File "(?!.*(?:site-packages|/lib/python)).*')
 NCCL = "on NCCL, TORCH_NCCL_TRACE_BUFFER_SIZE=2000 and TORCH_NCCL_DUMP_ON_TIMEOUT=1 let its flight "
 NCCL += "recorder name the collective"
-# The log is the rank's: a worker process that it ends writes nothing into it.
+# A forked worker that gets SIGTERM must not dump its stack into the rank's log.
 os.register_at_fork(after_in_child=partial(faulthandler.unregister, signal.SIGTERM))
 
 
 class Stages:
-    """What this rank is doing, in a file that outlives it, with a log of Python stacks beside it.
+    """Keeps what this rank is doing in a file that outlives it, beside a log of Python stacks.
 
     with Stages(folder, rank, limit_seconds=60) as stage:
         stage("model") ...
 
     Args:
-        folder: the same for all ranks; one job's, a new one for each start.
+        folder: the same for all ranks of a job; a new one for each start.
         rank: of this process.
-        limit_seconds: a stage that lasts longer is taken for a hang: the Python stack of every
+        limit_seconds: a stage that lasts longer counts as a hang: the Python stack of every
             thread goes into the log and the process ends with exit code 1.
     """
 
@@ -47,24 +47,24 @@ class Stages:
         folder.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, name: str) -> None:
-        """Say what begins now, and give it the whole limit."""
+        """Begin a stage, and restart the time limit."""
         self._write(name)
         faulthandler.dump_traceback_later(self.limit, exit=True, file=self._log)
 
     def _write(self, stage: str, error: str = "", stack: str = "", last: str = "") -> None:
         self._stage = stage
         said = {"stage": stage, "at": time.time(), "error": error, "stack": stack, "last": last}
-        staging = self.path.with_suffix(".new")  # a kill, or a full disk, leaves no half
+        staging = self.path.with_suffix(".new")  # atomic: a kill or full disk leaves no half
         staging.write_text(json.dumps(said))
         staging.replace(self.path)
 
     def __enter__(self) -> Self:
-        # Open to the end of the process, and so is what waits for the signal: taking that back
-        # would take back a handler that the program has set meanwhile.
+        # Log and signal handler stay until the process ends: unregistering the handler would also
+        # remove one that the program has set meanwhile.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         self._log = os.open(self.path.with_suffix(".log"), flags, 0o644)
         faulthandler.enable(self._log)
-        faulthandler.register(signal.SIGTERM, self._log, chain=True)  # so a launcher ends the rest
+        faulthandler.register(signal.SIGTERM, self._log, chain=True)  # how a launcher ends the rest
         self("start")
         return self
 
@@ -83,12 +83,12 @@ class Stages:
 def post_mortem(
     folder: Path, num_ranks: int, exit_codes: Mapping[int, int] | None = None
 ) -> Finding:
-    """Say who ended where, from what the ranks left in `folder`.
+    """Say which rank ended where, from the files that the ranks left in `folder`.
 
     Args:
-        folder: of their `Stages`; a copy of it keeps the times of the files.
+        folder: that of their `Stages`; a copy of it must preserve modification times.
         num_ranks: how many were started.
-        exit_codes: by rank, where the caller started the processes; negative is a signal.
+        exit_codes: by rank, where the caller started the processes; negative for a signal.
     """
     lost, well = [], []
     for rank in range(num_ranks):
@@ -100,7 +100,7 @@ def post_mortem(
             well.append(f"{rank} after stage {said['last']}")
             continue
         stacks = said["stack"] or log.read_text(errors="replace")
-        mark = "Current thread " if "Current thread " in stacks else "Thread "  # the main one: last
+        mark = "Current thread " if "Current thread " in stacks else "Thread "  # main thread: last
         frame, told = OWN_FRAME.search(stacks.rpartition(mark)[2]), LAST_WORDS.search(stacks)
         if code is None and "Current thread " in stacks and not told:
             code = -signal.SIGTERM
@@ -111,7 +111,7 @@ def post_mortem(
         lost.append((is_last, ended, f"{where}: {how}", hung))
     if not lost:
         return Verdict.PASS(f"{num_ranks} ranks reached their end")
-    hung = min(lost)[-1]  # then the order says nothing: each waits for another
+    hung = min(lost)[-1]  # then order means nothing: each waits for another
     about = listed([words for _, _, words, _ in (lost if hung else sorted(lost))], 8)
     about += f"; ended well before: rank {listed(well)}" if well else ""
     if hung:

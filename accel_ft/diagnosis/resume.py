@@ -1,6 +1,6 @@
-"""A checkpoint that does not come back: what differs after save, load and one step.
+"""An incomplete checkpoint: what differs after save, load and one step.
 
-It is found by doing it: train, save, go on; build anew, load, go on; and comparing part by part.
+Found by doing it: train, save, continue; rebuild, load, continue; then compare part by part.
 """
 
 import random
@@ -22,7 +22,7 @@ RANDOM = "random numbers"
 
 
 class Job(Protocol):
-    """Somebody's training, as this check drives it.
+    """A user's training, as this check drives it.
 
     Attributes:
         parts: by name, objects with `state_dict()`: model, optimizer, scheduler, scaler.
@@ -31,17 +31,17 @@ class Job(Protocol):
     parts: dict[str, Any]
 
     def step(self) -> Any:
-        """Do one update; return what tells its samples apart: their ids."""
+        """Do one update; return the ids of its samples."""
 
     def save(self, folder: Path) -> None:
         """Save a checkpoint."""
 
     def load(self, folder: Path) -> None:
-        """Load it."""
+        """Load that checkpoint."""
 
 
 def random_state() -> dict[str, Any]:
-    """Return the state of Python's, numpy's and torch's random numbers."""
+    """Return the state of Python's, numpy's and torch's random generators."""
     state = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -53,7 +53,7 @@ def random_state() -> dict[str, Any]:
 
 
 def _values(state: Any, path: str) -> dict[str, Any]:
-    """What a nest of mappings, lists and tuples holds, by the way to it, as what compares."""
+    """Flatten nested mappings, lists and tuples to path -> value that can be compared."""
     parts: dict[str, Any] = {}
     if isinstance(state, Mapping):
         for key, each in state.items():
@@ -67,14 +67,14 @@ def _values(state: Any, path: str) -> dict[str, Any]:
 
 
 def _comparable(value: Any) -> Any:
-    if isinstance(value, np.ndarray) and value.dtype.kind not in "biufc":  # words, say
+    if isinstance(value, np.ndarray) and value.dtype.kind not in "biufc":  # strings, say
         return value.tolist()
     is_array = isinstance(value, torch.Tensor | np.ndarray)
     return digest(torch.as_tensor(value)) if is_array else value
 
 
 def snapshot(job: Job) -> dict[str, dict[str, Any]]:
-    """Return, part by part, the values of a job's state and of the random numbers."""
+    """Return, part by part, the values of a job's state and of the random generators."""
     parts = {name: part.state_dict() for name, part in job.parts.items()}
     parts[RANDOM] = random_state()
     return {name: _values(state, name) for name, state in parts.items()}
@@ -84,7 +84,7 @@ def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     words = []
     for key in {**ours, **theirs}:
         one, other = ours.get(key, ...), theirs.get(key, ...)
-        if one != other and repr(one) != repr(other):  # not equal to itself: NaN
+        if one != other and repr(one) != repr(other):  # repr: NaN equals itself
             are_numbers = isinstance(one, int | float) and isinstance(other, int | float)
             words.append(f"{key} {other} in place of {one}" if are_numbers else key)
     return words
@@ -96,13 +96,13 @@ def resume(make: Callable[[], Job], folder: Path, steps: int = 3) -> list[Findin
 
     Args:
         make: builds the job from the beginning, as the program does at its start.
-        folder: an empty one; on several ranks the same.
-        steps: updates before the save. More than an epoch's, and into the middle of the next, tell
-            most: in the first, an epoch or a generator that is not saved is as it begins.
+        folder: empty; the same on all ranks.
+        steps: updates before the save. Best into the middle of the second epoch: in the first, an
+            epoch counter or generator that is not saved still has its initial value.
 
     Returns:
-        One finding for each part that is there after the load, one for the samples of the next
-        update, and one for the state after it.
+        One finding for each part that was saved, one for the samples of the next update, and one
+        for the state after it.
     """
     job = make()
     for _ in range(steps):
@@ -111,8 +111,8 @@ def resume(make: Callable[[], Job], folder: Path, steps: int = 3) -> list[Findin
     saved = snapshot(job)
     samples = _values(job.step(), "sample")
     after = snapshot(job)
-    del job  # two at once may be more than the device holds
-    torch.manual_seed(torch.initial_seed() + 1)  # a load must bring the random numbers back
+    del job  # two jobs at once may not fit on the device
+    torch.manual_seed(torch.initial_seed() + 1)  # only the load restores the state now
     random.seed(1), np.random.seed(1)
     again = make()
     again.load(folder)
@@ -133,10 +133,10 @@ def resume(make: Callable[[], Job], folder: Path, steps: int = 3) -> list[Findin
     ours, theirs = ChainMap(*after.values()), ChainMap(*now.values())
     finding = _part("resume: the next update", ours, theirs, mend)
     if finding.verdict == Verdict.PASS and findings[-2].verdict == Verdict.FAIL:
-        findings[-2] = replace(findings[-2], verdict=Verdict.WARN)  # numbers that it did not need
+        findings[-2] = replace(findings[-2], verdict=Verdict.WARN)  # random numbers, not needed
     sound = all(each.verdict != Verdict.FAIL for each in findings)
     if finding.verdict == Verdict.FAIL and sound and torch.accelerator.is_available():
-        # Attention of more than 64 tokens adds up in any order there, backward.
+        # On a GPU, attention's backward over more than 64 tokens sums in no fixed order.
         finding = replace(finding, verdict=Verdict.WARN)
     return [*findings, finding]
 

@@ -1,4 +1,4 @@
-"""A job of the doctor's own, for a set-up without one: a tiny model and made-up rows."""
+"""The doctor's own sample job, for a set-up without a job: a tiny model and made-up rows."""
 
 import random
 from itertools import chain
@@ -13,7 +13,7 @@ FILLING = ["the", "a", "of", "in", "to", "on", "with", "from", "after", "says", 
 
 
 def write_sample(folder: Path) -> None:
-    """Write a BERT of 2 layers with random weights into model/, and 256 labelled rows.csv."""
+    """Write a BERT of 2 layers with random weights to model/, and 256 labelled rows to rows.csv."""
     from transformers import BertConfig, BertModel, BertTokenizer, set_seed
 
     words = [*SPECIAL, *FILLING, *chain.from_iterable(WORDS.values())]
