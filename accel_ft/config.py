@@ -536,7 +536,7 @@ with warnings.catch_warnings():
         """Write the findings to this JSON file."""
 
         def rules(self) -> Iterator[Fault]:
-            """The findings can be written."""
+            """Check that the findings can be written."""
             if str(self.json) == "-":
                 yield self._fault("is no file, and findings are printed anyway", "json")
             yield from super().rules()

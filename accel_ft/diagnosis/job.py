@@ -105,7 +105,7 @@ def examine(config: TrainConfig) -> Iterator[Finding]:
     with order.construction() as log:
         accelerator = make_training_accelerator(limit)
         place = config.output_dir.absolute()
-        # Inside, where it is there: it may be all that can be written to.
+        # Inside if it exists: it may be the only writable folder.
         name, is_there = gather((f".doctor-{secrets.token_hex(4)}", place.is_dir()))[0]
         folder = (place if is_there else place.parent) / name
         rank, num_ranks = accelerator.process_index, accelerator.num_processes

@@ -102,7 +102,7 @@ def _saved_step(run: Run) -> int:
     """
     events = list(read_events(run.events.path))
     saved = sorted({event["step"] for event in events if event["event"] == "save"})
-    if transaction.has_leftovers(run.checkpoints):  # of the last one, which was not published
+    if transaction.has_leftovers(run.checkpoints):  # the last save was not published
         saved = saved[:-1]
     stopped = [event["step"] for event in events if event["event"] == "preempted"]
     begun = _last_start(run).get("step", 0)

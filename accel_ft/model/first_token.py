@@ -128,7 +128,7 @@ def first_token_attention(
         asks = (asked @ key.weight.view(of_head)).transpose(0, 1)  # [B, H, D]
         scores = asks @ all_tokens.mT  # [B, H, S]
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    if not has_adapters:  # equal for all tokens: softmax cancels it, its gradient is 0
+    if not has_adapters:  # softmax cancels it; DDP and AdamW want its gradient of 0
         scores = scores + (asked @ key.bias.view(-1, size, 1)).transpose(0, 1)
     scores = scores * self.scaling
     if attention_mask is not None:

@@ -124,7 +124,7 @@ def require_repo(repo_id: str, private: bool) -> str:
     api = HfApi()
     try:
         found = str(api.create_repo(repo_id, private=private or None, exist_ok=True).repo_id)
-        _check_write(api, found)  # `create_repo` lets pass who may read what is there
+        _check_write(api, found)  # create_repo passes with read access too
         is_public = api.repo_info(found).private is False
     except Exception as error:  # no token, no right, no network, ...
         what, fix = "refuses", "`hf auth login`, or HF_TOKEN"
@@ -150,7 +150,7 @@ def _check_write(api: HfApi, repo_id: str) -> None:
         api.auth_check(repo_id, write=True)
     except HfHubHTTPError as error:
         if type(error) is not HfHubHTTPError or error.response.status_code != 404:
-            raise  # else a mirror of the Hub, which does not know the question
+            raise  # a plain 404 is a mirror of the Hub without this endpoint
 
 
 def push(folder: Path, repo_id: str) -> str:

@@ -74,9 +74,9 @@ class Trackers:
         try:
             project = os.environ.get("WANDB_PROJECT", "accel_ft")
             self.accelerator.init_trackers(project, settings, options)
-        except Exception as error:  # other people's services fail in any way
+        except Exception as error:  # third-party services may raise anything
             for tracker in self.accelerator.trackers:
-                with contextlib.suppress(Exception):  # some have not begun
+                with contextlib.suppress(Exception):  # some did not start
                     tracker.finish()
             self.accelerator.trackers = []
             told = f"report_to={','.join(config.report_to)}: cannot be started: {error}"
