@@ -45,7 +45,7 @@ METRICS = {
     "multi_label_classification": ("f1_macro", "f1_micro", "accuracy", "roc_auc", "loss"),
     "regression": ("rmse", "mae", "pearson", "spearmanr", "r2", "loss"),
 }  # fmt: skip
-ERRORS = ("loss", "rmse", "mae")  # lower is better
+LOWER_IS_BETTER = ("loss", "rmse", "mae")  # lower is better
 IDENTITY_KEYS = {
     "model_name_or_path", "max_seq_length", "global_batch_size", "seed", "learning_rate",
     "lr_scaling", "lr_reference_batch_size", "lr_scheduler_type", "warmup_steps", "weight_decay",
@@ -181,7 +181,7 @@ class Config(BaseModel):
         elif not path.parent.is_dir():
             yield self._fault(f"there is no folder {path.parent}", key)
 
-    def _either(self, one: str, other: str) -> Iterator[Fault]:
+    def _not_both(self, one: str, other: str) -> Iterator[Fault]:
         if getattr(self, one) is not None and getattr(self, other) is not None:
             found = f"given together with {other}={getattr(self, other)}"
             yield self._fault(f"{found}. Fix: keep one of the two", one, other)
@@ -258,7 +258,7 @@ class DataConfig(Config):
                 yield self._fault(f"it is {kind}", key)
             elif path.suffix.lower() not in DATA_FILE_SUFFIXES:
                 yield self._fault(f"unknown format. Allowed: {', '.join(DATA_FILE_SUFFIXES)}", key)
-        yield from self._either("dataset_name", "train_file")
+        yield from self._not_both("dataset_name", "train_file")
         columns = ("label_column", "text_column", "text_pair_column")
         for one, other in combinations(columns, 2):
             if getattr(self, one) == getattr(self, other):
@@ -268,7 +268,7 @@ class DataConfig(Config):
                 words = "given without dataset_name. Fix: add it, or leave this out"
                 yield self._fault(words, key, "dataset_name")
         for split in ("validation", "test"):
-            yield from self._either(f"{split}_file", f"{split}_split_name")
+            yield from self._not_both(f"{split}_file", f"{split}_split_name")
 
 
 class HubConfig(Config):
@@ -450,7 +450,7 @@ class TrainConfig(HubConfig, DataConfig):
     @property
     def takes_highest(self) -> bool:
         """Whether the highest value of `best_metric` is the best."""
-        usual = self.best_metric not in ERRORS
+        usual = self.best_metric not in LOWER_IS_BETTER
         return usual if self.greater_is_better is None else self.greater_is_better
 
     @property
@@ -458,7 +458,7 @@ class TrainConfig(HubConfig, DataConfig):
         """How the best model is chosen: the metric, with its direction where `greater_is_better`
         reverses the usual one.
         """
-        if self.takes_highest == (self.best_metric not in ERRORS):
+        if self.takes_highest == (self.best_metric not in LOWER_IS_BETTER):
             return self.best_metric
         return f"{self.best_metric}, the {'highest' if self.takes_highest else 'lowest'}"
 
@@ -485,9 +485,9 @@ class TrainConfig(HubConfig, DataConfig):
         if twice:
             fault = f"the split {twice[0]} is named twice (train_split_name is train by itself)"
             yield tuple(sorted(SPLIT_KEYS)), f"{', '.join(sorted(SPLIT_KEYS))}: {fault}"
-        yield from self._either("global_batch_size", "gradient_accumulation_steps")
+        yield from self._not_both("global_batch_size", "gradient_accumulation_steps")
         if self.per_device_train_batch_size == "auto":
-            yield from self._either("per_device_train_batch_size", "gradient_accumulation_steps")
+            yield from self._not_both("per_device_train_batch_size", "gradient_accumulation_steps")
         wanted, is_regression = self.best_metric, self.problem_type == "regression"
         of_one = () if is_regression else ("per_class.LABEL.f1 (precision, recall)",)
         if wanted not in METRICS[self.problem_type] and (is_regression or self.best_label is None):
@@ -516,10 +516,10 @@ class TrainConfig(HubConfig, DataConfig):
             there = [other.name for other in path.parent.glob("*")] + ["latest"]
             words = f"there is no such folder.{nearest(path.name, there)} Allowed: latest|FOLDER"
             yield self._fault(words, "resume_from_checkpoint")
-        yield from self._either("freeze", "lora_r")
+        yield from self._not_both("freeze", "lora_r")
         if "none" in self.report_to and len(self.report_to) > 1:
             yield self._fault("none, and others. Fix: none alone, or leave it out", "report_to")
-        yield from self._either("oversampling", "class_weights")
+        yield from self._not_both("oversampling", "class_weights")
         if self.train_file is None and self.dataset_name is None:
             for split in self.files:
                 words = "given without training rows. Fix: add train_file or dataset_name"

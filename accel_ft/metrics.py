@@ -151,8 +151,8 @@ def roc_auc(logits: NDArray[Any], labels: NDArray[Any]) -> float:
         has = labels == label if labels.ndim == 1 else labels[:, label] > 0.5
         count = int(has.sum())
         if 0 < count < len(has):
-            chances = logits[:, label] if rest is None else log_odds(logits[:, label], *rest)
-            ranked, own = np.sort(chances), chances[has]
+            values = logits[:, label] if rest is None else log_odds(logits[:, label], *rest)
+            ranked, own = np.sort(values), values[has]
             twice = ranked.searchsorted(own) + ranked.searchsorted(own, "right")  # a tie is half
             areas.append((twice.mean() - count) / 2 / (len(has) - count))
     return float(np.mean(areas)) if areas else 0.5
@@ -238,9 +238,9 @@ def best_thresholds(logits: NDArray[Any], labels: NDArray[np.float32]) -> NDArra
     """
     thresholds = np.full(labels.shape[1], 0.5)
     for label in range(labels.shape[1]):
-        chances = sigmoid(logits[:, label])
-        order = np.argsort(-chances, kind="stable")
-        ranked, hits = chances[order], np.cumsum(labels[order, label] > 0.5)
+        probabilities = sigmoid(logits[:, label])
+        order = np.argsort(-probabilities, kind="stable")
+        ranked, hits = probabilities[order], np.cumsum(labels[order, label] > 0.5)
         if hits[-1] == 0:
             continue
         f1 = 2 * hits / (np.arange(1, len(hits) + 1) + hits[-1])
@@ -309,8 +309,8 @@ def mistakes(
         actual, found = labels > 0.5, chosen_labels(logits, thresholds)
 
         def worst(logits: NDArray[Any], *sets: NDArray[np.bool_]) -> NDArray[np.float64]:
-            (actual, found), chances = sets, sigmoid(logits)
-            given = np.where(found, chances, 1 - chances)
+            (actual, found), probabilities = sets, sigmoid(logits)
+            given = np.where(found, probabilities, 1 - probabilities)
             return np.asarray(np.where(found != actual, given, 0.0).max(axis=1))
 
         wrong = by_blocks(worst, logits, actual, found)

@@ -50,7 +50,7 @@ MEASURE = {  # settings that decide how, and when, a trial is measured
     "problem_type", "max_eval_samples", "metric_for_best_model", "greater_is_better", "reproduce",
     "eval_steps", "label_column", "label_separator",
 }  # fmt: skip
-IDLE = HUB_KEYS | {  # settings that do not affect a trial's result
+NO_EFFECT = HUB_KEYS | {  # settings that do not affect a trial's result
     "output_dir", "report_to", "ddp_timeout", "dataloader_num_workers",
     "per_device_eval_batch_size", "save_steps", "save_total_limit", "logging_steps", "preflight",
     "profile", "resume_from_checkpoint", "allow_changed",
@@ -192,7 +192,7 @@ class _Search:
         Raises:
             ConfigError: naming the key.
         """
-        asked = self.job.model_dump(mode="json", exclude={*IDLE, *self.space})
+        asked = self.job.model_dump(mode="json", exclude={*NO_EFFECT, *self.space})
         for split, path in self.job.files.items():
             asked[f"SHA-256 of {split}_file"] = sha256(path)
         strategy = _strategy(self.config)
@@ -367,7 +367,7 @@ def _checked_ranges(
         ConfigError: listing all faults: keys that cannot be varied, and values that are no range.
     """
     fixed = {key: value for key, value in settings.items() if key not in space}
-    faults, known = [], TrainConfig.model_fields.keys() - IDLE - ROW_KEYS - MEASURE
+    faults, known = [], TrainConfig.model_fields.keys() - NO_EFFECT - ROW_KEYS - MEASURE
     ranges = {}
     for key, values in space.items():
         try:

@@ -74,9 +74,9 @@ def _load_parts(accelerator: Accelerator, folder: Path) -> None:
             accelerator.load_state(str(folder))
         return
     if under_fsdp:
-        _deal_out(accelerator, folder, model, optimizer.optimizer)
+        _broadcast_whole(accelerator, folder, model, optimizer.optimizer)
     else:
-        _gather_up(folder, accelerator.unwrap_model(model), optimizer.optimizer)
+        _read_shards(folder, accelerator.unwrap_model(model), optimizer.optimizer)
     # The files of the random states and the loss scaler are the same under every strategy.
     load_accelerator_state(
         str(folder), [], [], [], [], accelerator.process_index, accelerator.scaler
@@ -106,7 +106,7 @@ def _load_shards(state: dict[str, Any], folder: Path) -> None:
         load_shards(state, storage_reader=FileSystemReader(folder), no_dist=True)
 
 
-def _deal_out(accelerator: Accelerator, folder: Path, model: Any, optimizer: Any) -> None:
+def _broadcast_whole(accelerator: Accelerator, folder: Path, model: Any, optimizer: Any) -> None:
     weights: dict[str, Any] = {}
     moments: dict[str, Any] = {}
     if accelerator.is_main_process:
@@ -130,7 +130,7 @@ def _deal_out(accelerator: Accelerator, folder: Path, model: Any, optimizer: Any
     set_optimizer_state_dict(model, optimizer, moments, options=options)
 
 
-def _gather_up(folder: Path, model: Any, optimizer: Any) -> None:
+def _read_shards(folder: Path, model: Any, optimizer: Any) -> None:
     weights, moments = get_state_dict(model, optimizer)
     _load_shards({"model": weights}, folder / SHARDED_WEIGHTS)
     _load_shards({"optimizer": moments}, folder / SHARDED_OPTIMIZER)

@@ -149,8 +149,8 @@ class Plan:
             )
         batches = self._by_length(epoch, first * size, stop * size).reshape(-1, size)
         numbers = np.arange(len(batches), dtype=np.uint64)
-        rank_of = mix(numbers + combine_key(self.seed, epoch, window))
-        return batches[np.argsort(rank_of, kind="stable")]
+        sort_keys = mix(numbers + combine_key(self.seed, epoch, window))
+        return batches[np.argsort(sort_keys, kind="stable")]
 
 
 def eval_batches(lengths: NDArray[np.integer], batch_size: int, multiple: int) -> list[Ids]:

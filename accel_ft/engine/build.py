@@ -159,8 +159,8 @@ def _graphs(
     if not (config.cuda_graphs and alone and can_record_compiled() and can_record(plain)):
         return Graphs()
     most_tokens = config.micro_batch_size * int(pad.widths(np.array([longest(split)]))[0])
-    adds = accelerator.gradient_accumulation_steps > 1
-    return Graphs(model.parameters(), most_tokens, adds)
+    accumulates = accelerator.gradient_accumulation_steps > 1
+    return Graphs(model.parameters(), most_tokens, accumulates)
 
 
 def _warn_of_other_labels(config: TrainConfig, names: list[str], known: list[str]) -> None:

@@ -33,15 +33,18 @@ class Graphs:
         parameters: of the model. Graphs hold the addresses of these and of their gradients. Empty:
             record nothing.
         most_tokens: of the largest micro-batch, padding included.
-        adds: whether gradients accumulate over several micro-batches; else they are overwritten.
+        accumulates: whether gradients add up over several micro-batches; else they are overwritten.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter] = (), most_tokens: int = 0, adds: bool = True
+        self,
+        parameters: Iterable[nn.Parameter] = (),
+        most_tokens: int = 0,
+        accumulates: bool = True,
     ) -> None:
         self.parameters = list(parameters)
         self.most_tokens = most_tokens
-        self.adds = adds
+        self.accumulates = accumulates
         self.gradients: list[Any] = []
         self.met: set[torch.Size] = set()
         self.recorded: dict[torch.Size, tuple[Batch, Callable[[], Any], torch.Tensor]] = {}
@@ -93,7 +96,7 @@ class Graphs:
 
     def clear_gradients(self, optimizer: Any) -> None:
         """Clear the gradients after an update; a no-op if the next pass overwrites them."""
-        if self.adds:
+        if self.accumulates:
             optimizer.zero_grad(set_to_none=not self.are_used)
 
     def _record(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], torch.Tensor]:
@@ -110,7 +113,7 @@ class Graphs:
 
     def _once(self, passes: Passes, batch: Batch, scale: float) -> torch.Tensor:
         """Run the passes without a graph."""
-        if self.adds:
+        if self.accumulates:
             return passes(batch, scale)
         if self.recorded:
             return self._in_place(passes, batch, scale)
@@ -127,7 +130,7 @@ class Graphs:
             parameter.grad = None
         try:
             loss = passes(batch, scale)
-            put = torch._foreach_add_ if self.adds else torch._foreach_copy_
+            put = torch._foreach_add_ if self.accumulates else torch._foreach_copy_
             put([gradient for _, gradient in held], [p.grad for p, _ in held])
         finally:
             for parameter, gradient in held:

@@ -38,7 +38,7 @@ def resume(run: Run, folder: Path) -> list[Path]:
     state.load(run.accelerator, folder, saved, run.config.seed, devices)
     # Recorded graphs read the loss scale from a tensor that has been replaced.
     graphs = run.graphs
-    run.graphs = Graphs(graphs.parameters, graphs.most_tokens, graphs.adds)
+    run.graphs = Graphs(graphs.parameters, graphs.most_tokens, graphs.accumulates)
     for name in state.RUN_STATE:
         setattr(run, name, saved[name])
     run.saved_step = run.step

@@ -132,7 +132,7 @@ def start_or_resume(run: Run) -> None:
             the folder holds a run that would be lost.
     """
     wanted, accelerator = run.config.resume_from_checkpoint, run.accelerator
-    folder, is_others = state.find(run.watch, run.checkpoints, wanted), False
+    folder, is_elsewhere = state.find(run.watch, run.checkpoints, wanted), False
     lost: list[Path] = []
     has_ended = any(read_events(run.events.path, "end"))
     if folder is not None:
@@ -145,7 +145,7 @@ def start_or_resume(run: Run) -> None:
         if in_here:
             _tell_of_best(run, best_step)
         own = transaction.checkpoint_folder(run.checkpoints, run.step)
-        is_others = folder.resolve() != own.resolve()  # e.g. a copy, or one set aside
+        is_elsewhere = folder.resolve() != own.resolve()  # e.g. a copy, or one set aside
         logger.info("resumed from %s: %d of %d updates done", folder, run.step, run.num_steps)
     elif has_ended:
         raise CheckpointError(
@@ -184,7 +184,7 @@ def start_or_resume(run: Run) -> None:
         if run.step > 0:
             run.events.write("resume", step=run.step, num_processes=accelerator.num_processes)
     run.watch.barrier()
-    if is_others or (run.config.on_nonfinite == "rollback" and run.step == 0):
+    if is_elsewhere or (run.config.on_nonfinite == "rollback" and run.step == 0):
         run.save()  # to roll back to, or to resume from
 
 

@@ -5,13 +5,13 @@ it saves almost a whole layer: of MiniLM's six, a sixth of the work. Logits and 
 same up to rounding; dropout draws fewer masks.
 
 Without adapters, keys and values are not computed either. A score, query x (K token), equals
-(K^T query) x token. The attention output, the sum of shares x (V token), equals V x the sum of
-shares x token. So each head multiplies K and V by one vector per sample, instead of by S.
+(K^T query) x token. The attention output, the sum of probs x (V token), equals V x the sum of
+probs x token. So each head multiplies K and V by one vector per sample, instead of by S.
 
 All tokens see the same padding, so a mask of one row is enough. transformers makes S rows, and
 syncs the host with the device to find out whether any token is padding.
 
-Legend: B samples, H heads, S tokens, D hidden size; shares are the attention weights.
+Legend: B samples, H heads, S tokens, D hidden size; probs are the attention probabilities.
 """
 
 from functools import partial
@@ -135,15 +135,15 @@ def first_token_attention(
         mask, least = attention_mask[:, :, 0], torch.finfo(scores.dtype).min
         scores = scores.masked_fill(~mask, least) if mask.dtype == torch.bool else scores + mask
         scores = scores.clamp(min=least)  # a 16-bit mask may hold -inf
-    shares = F.dropout(scores.softmax(-1), self.dropout.p, self.training)  # [B, H, S]
-    drawn = shares.to(all_tokens.dtype)
+    probs = F.dropout(scores.softmax(-1), self.dropout.p, self.training)  # [B, H, S]
+    dropped = probs.to(all_tokens.dtype)
     if has_adapters:
-        got = torch.einsum("bhs,bshd->hbd", drawn, value(all_tokens).view(by_head))
+        got = torch.einsum("bhs,bshd->hbd", dropped, value(all_tokens).view(by_head))
     else:
-        got = (drawn @ all_tokens).transpose(0, 1) @ value.weight.view(of_head).mT
-        got = got + shares.sum(-1).T[..., None] * value.bias.view(-1, 1, size)  # [H, B, size]
+        got = (dropped @ all_tokens).transpose(0, 1) @ value.weight.view(of_head).mT
+        got = got + probs.sum(-1).T[..., None] * value.bias.view(-1, 1, size)  # [H, B, size]
     attended = got.transpose(0, 1).reshape(token.shape[0], 1, -1).to(all_tokens.dtype)
-    return (self.out_lin(attended) if hasattr(self, "out_lin") else attended), shares[:, :, None]
+    return (self.out_lin(attended) if hasattr(self, "out_lin") else attended), probs[:, :, None]
 
 
 def fused_qkv_attention(

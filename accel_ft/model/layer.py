@@ -6,8 +6,8 @@ saves less, fuses scaling, dropout and addition into other passes, and writes gr
 buffers that are no longer needed. It computes the same products, and the same output and gradients
 up to rounding. Under autocast, residuals and norms stay in float32, as they do in torch's layers.
 
-Legend: B samples, H heads, S tokens, D hidden size, N = B x S or, packed, fewer; shares are the
-    attention weights; d_x is the gradient of x.
+Legend: B samples, H heads, S tokens, D hidden size, N = B x S or, packed, fewer; probs are the
+    attention probabilities; d_x is the gradient of x.
 """
 
 from functools import partial
@@ -33,7 +33,7 @@ class Settings(NamedTuple):
     size: int  # of a head
     scaling: float  # of the scores
     eps: tuple[float, ...]  # of the two norms
-    dropouts: list[float]  # of shares, attention output and feed-forward output
+    dropouts: list[float]  # of probs, attention output and feed-forward output
     packed: Packing | None  # of tokens [N, D]; None: they are [B, S, D]
 
 
@@ -51,7 +51,7 @@ def projections(attention: Any) -> list[Any]:
 
 def layer_parts(layer: Any) -> tuple[list[Any], Any, list[float]]:
     """Return a layer's modules with parameters (query, key, value, out, wide, narrow, and the two
-    norms), its activation, and its dropout probabilities: of shares, attention output and
+    norms), its activation, and its dropout probabilities: of probs, attention output and
     feed-forward output.
     """
     attention = attention_of(layer)
@@ -178,14 +178,14 @@ class _Layer(torch.autograd.Function):
         scores = scores.flatten(0, 1).baddbmm_(query, key.mT, alpha=to.scaling)
         is_whole = shape[1] % VECTOR == 0  # either way computed in float32, and rounded once
         wide_kind = kind if is_whole else torch.promote_types(kind, torch.float32)
-        shares = scores.softmax(-1, dtype=wide_kind).to(kind)
+        probs = scores.softmax(-1, dtype=wide_kind).to(kind)
         generator = seeded() if any(to.dropouts) else None
-        kept_shares, scale_shares = draw_mask(shares.shape, to.dropouts[0], generator)
-        left = apply_mask(shares, kept_shares, scores)
-        got = _together(_product(left, value, scale_shares), shape, to)  # [N, D]
-        del scores, left
+        kept_probs, scale_probs = draw_mask(probs.shape, to.dropouts[0], generator)
+        dropped = apply_mask(probs, kept_probs, scores)
+        attended = _together(_product(dropped, value, scale_probs), shape, to)  # [N, D]
+        del scores, dropped
 
-        given = torch.addmm(b_out, got, w_out.T)
+        given = torch.addmm(b_out, attended, w_out.T)
         middle, norm, scale_given = _add_norm(
             residual, given, to.dropouts[1], generator, weights[6], biases[6], to.eps[0]
         )
@@ -196,9 +196,9 @@ class _Layer(torch.autograd.Function):
         result, last, scale_narrow = _add_norm(
             middle, given, to.dropouts[2], generator, weights[7], biases[7], to.eps[1]
         )
-        ctx.settings, ctx.shape, ctx.scales = to, shape, (scale_shares, scale_given, scale_narrow)
+        ctx.settings, ctx.shape, ctx.scales = to, shape, (scale_probs, scale_given, scale_narrow)
         ctx.save_for_backward(
-            x, query, key, value, shares, kept_shares, got, y, before, after,
+            x, query, key, value, probs, kept_probs, attended, y, before, after,
             *cast, *norm, *last,
         )  # fmt: skip
         whole: torch.Tensor = torch.ops.aten._unsafe_view(result, tokens.shape)
@@ -208,9 +208,9 @@ class _Layer(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         to, shape, kind = ctx.settings, ctx.shape, ctx.settings.kind
-        scale_shares, scale_given, scale_narrow = ctx.scales
+        scale_probs, scale_given, scale_narrow = ctx.scales
         saved = ctx.saved_tensors  # read once: gradient checkpointing recomputes them
-        x, query, key, value, shares, kept_shares, got, y, before, after = saved[:10]
+        x, query, key, value, probs, kept_probs, attended, y, before, after = saved[:10]
         w_q, w_k, w_v, w_out, w_wide, w_narrow = saved[10:16]
         norm, last = saved[16:22], saved[22:]
 
@@ -220,19 +220,19 @@ class _Layer(torch.autograd.Function):
         torch.ops.aten.gelu_backward.grad_input(d_wide, before, grad_input=d_wide)
         of_wide = _linear_backward(d_wide, y, d)
         d, d_given, *of_norm = _add_norm_backward(d.add_(d_wide @ w_wide), kind, *norm)
-        of_out = _linear_backward(d_given, got, d, scale_given)
+        of_out = _linear_backward(d_given, attended, d, scale_given)
 
-        d_got = _by_head(_product(d_given, w_out, scale_given), shape, to)
-        d_shares = _product(d_got, value.mT, scale_shares)
-        apply_mask(d_shares, kept_shares, d_shares)
+        d_attended = _by_head(_product(d_given, w_out, scale_given), shape, to)
+        d_probs = _product(d_attended, value.mT, scale_probs)
+        apply_mask(d_probs, kept_probs, d_probs)
         wide_kind = kind if shape[1] >= VECTOR else torch.promote_types(kind, torch.float32)
         d_scores = torch._softmax_backward_data(
-            d_shares.to(wide_kind), shares.to(wide_kind), -1, wide_kind
+            d_probs.to(wide_kind), probs.to(wide_kind), -1, wide_kind
         ).to(kind)
-        left = apply_mask(shares, kept_shares, d_shares)
+        dropped = apply_mask(probs, kept_probs, d_probs)
         d_query = _together(_product(d_scores, key, to.scaling), shape, to)
         d_key = _together(_product(d_scores.mT, query, to.scaling), shape, to)
-        d_value = _together(_product(left.mT, d_got, scale_shares), shape, to)
+        d_value = _together(_product(dropped.mT, d_attended, scale_probs), shape, to)
         of_projections: list[torch.Tensor] = []
         for gradient in (d_query, d_key, d_value):
             of_projections += _linear_backward(gradient, x, d)

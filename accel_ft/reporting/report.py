@@ -120,10 +120,10 @@ def _about_predictions(record: Record) -> dict[str, Any]:
         about |= {"confusion": (matrix, names), "confusions": _confusions(matrix, names)}
         about["reliability"] = calibration(confidence, predicted == labels)
     else:
-        chances, actual = sigmoid(logits), labels > 0.5
-        found = chances >= record.predictions["thresholds"]
+        probabilities, actual = sigmoid(logits), labels > 0.5
+        found = probabilities >= record.predictions["thresholds"]
         hits, present, chosen = (found & actual).sum(0), actual.sum(0), found.sum(0)
-        about["reliability"] = calibration(chances.ravel(), actual.ravel())
+        about["reliability"] = calibration(probabilities.ravel(), actual.ravel())
         about["thresholds"] = record.predictions["thresholds"].tolist()
     about["classes"] = [
         {"label": name, "support": count} | intervals(hit, count, predicted, len(labels))

@@ -1031,12 +1031,13 @@ def test_a_job_with_a_rare_label_is_examined(tmp_path: Path) -> None:
     """In the few rows that the doctor takes it may be missing."""
     from accel_ft.diagnosis.job import _limit_seconds, _probe
 
+    watch = SimpleNamespace(num_ranks=1)
     job = TrainConfig(model_name_or_path="m", dataset_name="d", class_weights="balanced")
-    assert _probe(job, tmp_path, None).class_weights is None
+    assert _probe(job, tmp_path, watch).class_weights is None
     weighed = TrainConfig(model_name_or_path="m", dataset_name="d", class_weights=(1, 2))
-    assert _probe(weighed, tmp_path, None).class_weights == (1, 2)
+    assert _probe(weighed, tmp_path, watch).class_weights == (1, 2)
     rare = {"oversampling": "balanced", "metric_for_best_model": "per_class.rare.f1"}
-    probe = _probe(TrainConfig(model_name_or_path="m", dataset_name="d", **rare), tmp_path, None)
+    probe = _probe(TrainConfig(model_name_or_path="m", dataset_name="d", **rare), tmp_path, watch)
     assert (probe.oversampling, probe.metric_for_best_model) == (None, None)
     assert _limit_seconds(job) == 60
     assert _limit_seconds(TrainConfig(ddp_timeout=900)) == 900
@@ -1046,6 +1047,6 @@ def test_the_doctors_own_rows_have_labels_of_their_own(tmp_path: Path) -> None:
     """What best means by a label of the job's would be a fault on them."""
     from accel_ft.diagnosis import job
 
-    watch = SimpleNamespace(rank=0, first=lambda _: contextlib.nullcontext())
+    watch = SimpleNamespace(rank=0, num_ranks=1, first=lambda _: contextlib.nullcontext())
     wanted = TrainConfig(metric_for_best_model="per_class.World.f1", output_dir=tmp_path)
     assert job._probe(wanted, tmp_path, watch).metric_for_best_model is None

@@ -75,7 +75,7 @@ def on_graphs(made: Made, monkeypatch: pytest.MonkeyPatch) -> Made:
 
 
 def graphs_of(_: Any, accelerator: Any, model: nn.Module, *others: Any) -> Graphs:
-    return Graphs(model.parameters(), adds=accelerator.gradient_accumulation_steps > 1)
+    return Graphs(model.parameters(), accumulates=accelerator.gradient_accumulation_steps > 1)
 
 
 def batch_of(rows: int, tokens: int) -> dict[str, torch.Tensor]:
@@ -93,8 +93,10 @@ def passes_of(model: nn.Module) -> Callable[[Any, Any], torch.Tensor]:
     return passes
 
 
-@pytest.mark.parametrize("adds", [True, False])
-def test_losses_and_gradients_of_each_shape_are_those_of_the_passes(made: Made, adds: bool) -> None:
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_losses_and_gradients_of_each_shape_are_those_of_the_passes(
+    made: Made, accumulates: bool
+) -> None:
     """Those of several micro-batches are added up, those of a sole one are written over. A
     parameter that no pass reaches gets no gradient; a loss is not written over by the next.
     """
@@ -102,7 +104,10 @@ def test_losses_and_gradients_of_each_shape_are_those_of_the_passes(made: Made, 
     model = nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1)).double()
     model.idle = nn.Parameter(torch.ones(2))
     passes, plain = passes_of(model), Graphs()
-    graphs, optimizer = Graphs(model.parameters(), adds=adds), torch.optim.SGD(model.parameters())
+    graphs, optimizer = (
+        Graphs(model.parameters(), accumulates=accumulates),
+        torch.optim.SGD(model.parameters()),
+    )
     shapes = [(4, 8), (4, 16), (4, 8), (4, 16), (3, 8), (4, 8), (4, 8)]
     batches = [batch_of(*shape) for shape in shapes]
     found = []
@@ -113,12 +118,12 @@ def test_losses_and_gradients_of_each_shape_are_those_of_the_passes(made: Made, 
             gradients = []
             for number, batch in enumerate(batches, 1):
                 losses.append(used(passes, batch, 0.5 + update))
-                if not adds or number == len(batches):
+                if not accumulates or number == len(batches):
                     held = [p.grad for p in model.parameters() if p.grad is not None]
                     gradients += [gradient.clone() for gradient in held]
                     used.clear_gradients(optimizer)
                     if used is graphs:
-                        assert all(bool(gradient.any()) != adds for gradient in held)
+                        assert all(bool(gradient.any()) != accumulates for gradient in held)
         found.append((torch.stack(losses), *gradients))
     torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=0)
     assert model.idle.grad is None
@@ -264,9 +269,9 @@ def test_what_a_job_on_one_gpu_gets(
     longest = max(len(row[0]) for row in split.tokens(np.arange(len(split))))
     assert graphs.most_tokens == 4 * -(-longest // 8) * 8
     assert len(graphs.parameters) == len(list(model.parameters()))
-    assert not graphs.adds
+    assert not graphs.accumulates
     unwrap.gradient_accumulation_steps = 2
-    assert made_for("cuda", config).adds
+    assert made_for("cuda", config).accumulates
     assert not made_for("cpu", config).are_used
     assert not made_for("cuda", config.resolved(cuda_graphs=False)).are_used
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
