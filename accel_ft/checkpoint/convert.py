@@ -1,4 +1,4 @@
-"""Load a checkpoint of one strategy under another, or read its weights under none.
+"""Load a checkpoint of one strategy under another, or read only its weights, in one process.
 
 One process and DDP write model.safetensors and optimizer.bin. FSDP writes two torch distributed
 checkpoints, of the model and of the optimizer. A shard records its place in the whole tensor, so
@@ -93,7 +93,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
         if isinstance(entry, TensorStorageMetadata):
             if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
                 raise ValueError(f"{name} is not there as a whole")
-            kind = entry.properties.dtype  # zeros: a gap must not expose old memory
+            kind = entry.properties.dtype  # zeros: gaps must not hold old memory
             weights[name.removeprefix("model.")] = torch.zeros(entry.size, dtype=kind)
     _load_shards({"model": weights}, folder / SHARDED_WEIGHTS)
     return weights
@@ -102,7 +102,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 def _load_shards(state: dict[str, Any], folder: Path) -> None:
     """Fill `state` from a distributed checkpoint, in this process alone."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
         load_shards(state, storage_reader=FileSystemReader(folder), no_dist=True)
 
 
@@ -115,7 +115,7 @@ def _broadcast_whole(accelerator: Accelerator, folder: Path, model: Any, optimiz
         name_of = {id(p): load.plain_name(name) for name, p in model.named_parameters()}
         names = [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
         states = {names[number]: values for number, values in saved["state"].items()}
-        for name in set(names) - states.keys():  # no gradient so far; FSDP needs every state
+        for name in set(names) - states.keys():  # had no gradient yet, so no state; FSDP needs one
             zero = torch.zeros_like(weights[name])
             states[name] = {"step": torch.zeros(()), "exp_avg": zero, "exp_avg_sq": zero.clone()}
         moments = {

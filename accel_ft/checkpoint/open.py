@@ -30,8 +30,8 @@ class Classifier:
     Attributes:
         folder: the folder, or Hub id, that it was read from.
         model: float32, on its device, in evaluation mode. Use its logits only: for some model types
-            the last layer computes the first token alone.
-        tokenizer: of the model.
+            the last layer computes the first token only.
+        tokenizer: the model's own.
         label_names: in the order of their ids.
     """
 
@@ -42,7 +42,7 @@ class Classifier:
 
     @property
     def problem_type(self) -> str:
-        """What the logits mean; by default, as in transformers, one alone is a regression."""
+        """The config's problem_type; by default, as in transformers, one label is a regression."""
         one = self.model.config.num_labels == 1
         default = "regression" if one else "single_label_classification"
         return str(self.model.config.problem_type or default)
@@ -134,7 +134,7 @@ def model_folder(path: str) -> str:
     """Return the Hugging Face folder inside what a user calls a checkpoint.
 
     Args:
-        path: a run's folder (for its model/, or its newest checkpoint until that is written), a
+        path: a run's folder (gives its model/ or, until that is written, its newest checkpoint), a
             published checkpoint, or any Hugging Face folder, Hub id or package:// model. All but a
             run's folder are returned unchanged.
 

@@ -36,7 +36,7 @@ ABOUT = {  # explains a key that differs; {} stands for the saved value
     ),
     "train_data": " (the rows, their columns, the tokenizer or max_seq_length)",
 }
-NO_SEED = 2**62 + 1  # no run has it: settings fit 32 bits
+NO_SEED = 2**62 + 1  # a seed no run uses: integer settings fit int32
 RUN_STATE = (  # attributes of Run
     "step", "best", "num_worse", "eval_is_due", "evaluated_step", "num_nonfinite",
     "newest_nonfinite", "passed_over",
@@ -71,7 +71,7 @@ def save(
             watch.check_folder()
             transaction.start(final)
             for name in convert.SHARDS if convert.makes_shards(accelerator) else ():
-                (staging / name).mkdir()  # so that no rank fails before torch's own collective
+                (staging / name).mkdir()  # else a rank could fail before torch's collective
     with all_or_none(watch, final):
         accelerator.save_state(str(staging))
         if is_main:
@@ -152,7 +152,7 @@ def find(
             fault = error
         except OSError as error:
             fault = CheckpointError(f"{root}: {error}")
-    found, fault = watch.all_gather((found, fault))[0]  # no timeout: hashing may take long
+    found, fault = watch.all_gather((found, fault))[0]  # rank 0 may hash for long: waits up to days
     if fault is not None:
         raise fault
     return found
@@ -226,7 +226,7 @@ def load(
         devices: the local device index of each rank; accelerate saves and restores GPU random
             states by it.
     """
-    torch.manual_seed(NO_SEED)  # stays if accelerate silently skips unreadable random states
+    torch.manual_seed(NO_SEED)  # stays set if accelerate silently skips unreadable random states
     try:
         convert.load_any(accelerator, folder)
     except (Exception, CheckpointException) as error:  # a foreign file may raise anything
@@ -312,7 +312,7 @@ def _can_differ(key: str, saved: Any, wanted: Any) -> bool:
 
 
 def _told(error: BaseException) -> str:
-    """Return an error's message on one line: torch lists the mismatches after its first line."""
+    """Return an error's whole message on one line: torch lists mismatches after the first line."""
     if isinstance(error, CheckpointException):  # torch's wrapper around the ranks' errors
         error = next(iter(error.failures.values()))[0]
     return in_one_line(error)

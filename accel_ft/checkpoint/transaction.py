@@ -58,7 +58,7 @@ def sealed_folder(final: Path) -> Path:
 
 @cache
 def _boot() -> str:
-    """An id that changes with each boot of the machine; with each process if it is unknown."""
+    """An id that changes with each boot of the machine; if unknown, with each process."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
     except OSError:
@@ -129,7 +129,9 @@ def seal(final: Path) -> None:
 
 
 def publish_sealed(root: Path) -> None:
-    """Publish folders that killed processes sealed, if complete: copies of live runs may not be."""
+    """Publish folders sealed by killed processes, if complete: in a copy of a live run, one may not
+    be.
+    """
     for path in root.glob(f"{SEALED_PREFIX}{_boot()}-step_*"):
         final = root / path.name.removeprefix(f"{SEALED_PREFIX}{_boot()}-")
         sealed = None
@@ -245,7 +247,7 @@ def remove_leftovers(root: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a published folder; rename it first, so that a kill leaves no partial one."""
+    """Remove a published folder; rename it first, so that a kill leaves no part under its name."""
     doomed = folder.with_name(f"{STAGING_PREFIX}removed-{folder.name}")
     _delete(doomed, ignore_errors=True)
     if folder.exists():

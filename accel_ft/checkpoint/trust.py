@@ -34,7 +34,7 @@ METADATA_NAMES = {
 
 class _StandIn:
     def __init__(self, *args: Any) -> None:
-        if args and type(self).__name__ == "_StorageInfo":  # its fields would escape the checks
+        if args and type(self).__name__ == "_StorageInfo":  # fields that no check here would see
             raise pickle.UnpicklingError("_StorageInfo is made of arguments")
 
     def __setstate__(self, state: Any) -> None:
@@ -48,7 +48,7 @@ class _StandIn:
 
 
 class _Member(_StandIn):
-    """getattr(_MEM_FORMAT_ENCODING, name): Python 3.11.0 to 3.11.3 pickle Enum members so."""
+    """getattr(_MEM_FORMAT_ENCODING, name), as which Python 3.11.0 to 3.11.3 pickle Enum members."""
 
     def __new__(cls, owner: Any, name: Any) -> Any:
         of_enum = isinstance(owner, type) and owner.__name__ == _MEM_FORMAT_ENCODING.__name__
@@ -78,7 +78,7 @@ def refuse_code(folder: Path) -> None:
     strange += [path for place in places for path in place.glob("__*.metadata")]
     for path in strange:
         raise CheckpointError(f"{folder}: {path.relative_to(folder)} does not belong into it")
-    # In `folder` itself, too: accelerate reads shards there if it is named like a shard folder.
+    # In `folder` too: if it is named like a shard folder, accelerate reads the shards in it.
     for metadata in [path for place in places for path in place.glob(".metadata")]:
         try:
             _check_shards(metadata)
@@ -93,7 +93,7 @@ def _check_shards(path: Path) -> None:
     if type(metadata).__name__ != "Metadata":
         raise CheckpointError("its .metadata is none")
     kinds = {name: type(entry).__name__ for name, entry in metadata.state_dict_metadata.items()}
-    if not all(isinstance(name, str) for name in kinds):  # their stand-ins compare otherwise
+    if not all(isinstance(name, str) for name in kinds):  # equal keys may have unequal stand-ins
         raise CheckpointError("it holds names that are no text")
     for index, info in metadata.storage_data.items():
         if not re.fullmatch(r"__\d+_\d+\.distcp", info.relative_path):

@@ -152,7 +152,7 @@ def _load_rows(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> t
 def _graphs(
     config: TrainConfig, accelerator: Accelerator, model: Any, pad: Padding, split: Split
 ) -> Graphs:
-    """Return what runs the micro-batches: as CUDA graphs if a single GPU trains a known model."""
+    """Return the runner of micro-batches: with CUDA graphs if one GPU trains a supported model."""
     alone = accelerator.device.type == "cuda" and fsdp.strategy_of(model) == "one process"
     plain = accelerator.unwrap_model(model, keep_torch_compile=False)
     plain = getattr(plain, "get_base_model", lambda: plain)()
@@ -174,7 +174,7 @@ def _warn_of_other_labels(config: TrainConfig, names: list[str], known: list[str
 
 def _reads_padding(model: Any, split: Split, pad: Padding) -> bool:
     """Return whether padding changes logits: whether rows in a batch get other logits than alone.
-    FNet has no attention mask; ConvBERT, CANINE and others apply theirs in some layers only.
+    FNet has no attention mask; ConvBERT, CANINE and others apply one in some layers only.
     """
     places = np.arange(min(len(split), PROBED_ROWS))
     places = places[np.argsort(split.lengths(places), kind="stable")]
@@ -220,7 +220,7 @@ def _build_model(
             ", ".join(new_parameters),
         )
     counts = [0, 0]
-    for parameter in model.parameters():  # before FSDP1 leaves each rank a shard only
+    for parameter in model.parameters():  # now: under FSDP1 each rank will see only a shard
         counts[parameter.requires_grad] += parameter.numel()
     is_probed = accelerator.is_main_process and sum(counts) < PROBED_PARAMETERS
     if is_probed and _reads_padding(model, splits.train, pad):

@@ -11,10 +11,10 @@ from accel_ft.runtime import fsdp
 
 
 def clip(accelerator: Accelerator, model: nn.Module, optimizer: Any, max_norm: float) -> Any:
-    """Return the norm of the whole gradient, and have the coming step clip it to `max_norm`.
+    """Return the norm of the whole gradient before clipping, and clip it to `max_norm`.
 
-    The fused optimizer divides each gradient while it reads it, which saves a pass. With a loss
-    scaler or FSDP1, accelerate clips instead, in a pass of its own. Collective.
+    The fused optimizer clips in its coming step, as it reads each gradient, which saves a pass.
+    With a loss scaler or FSDP1, accelerate clips now, in a pass of its own. Collective.
 
     Args:
         max_norm: infinity for no clipping.

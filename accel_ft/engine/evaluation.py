@@ -1,4 +1,4 @@
-"""Evaluation. Each prediction carries its sample's place: each counts once, none may be missing."""
+"""Evaluation. Predictions carry their sample's place: each sample counts once, none is missing."""
 
 import contextlib
 import io
@@ -59,7 +59,7 @@ def predict_split(
     precision = contextlib.nullcontext() if is_fsdp2 else accelerator.autocast()
     logits, places = [], []
     try:
-        with precision:  # around the whole loop: autocast casts each weight once and caches it
+        with precision:  # around the whole loop: autocast caches the weights that it has cast
             for batch in loader:
                 before_batch()
                 logits.append(forward(model, batch).clone())  # CUDA graphs reuse their output
@@ -130,7 +130,7 @@ def write_predictions(
     thresholds: NDArray[np.float64] | None,
 ) -> None:
     """Write predictions.npz: `logits` [n, C], `labels` and `rows` [n] of the last split; the same
-    of other splits, prefixed with the split's name; `thresholds`, if any.
+    of each other split, prefixed with its name (`validation_logits`); `thresholds`, if any.
 
     Args:
         logits: of each split, by its name, in order.
@@ -187,7 +187,7 @@ def write_mistakes(
 
 
 def _source(splits: Splits, name: str) -> Any:
-    return splits.sources.get(name) or splits.sources["train"]  # cut off the training rows
+    return splits.sources.get(name) or splits.sources["train"]  # if cut off these rows
 
 
 def _labels_and_rows(splits: Splits, name: str) -> tuple[NDArray[Any], NDArray[np.int64]]:

@@ -58,7 +58,7 @@ def measured_need(accelerator: Accelerator, model: Any, split: Split, pad: Paddi
 
 
 def strategy_name(accelerator: Accelerator) -> str:
-    """Return `model.memory`'s name of the strategy."""
+    """Return the strategy as `Need.on_rank` names it."""
     policy = getattr(getattr(accelerator.state, "fsdp_plugin", None), "cpu_offload", None)
     offloads = isinstance(policy, CPUOffloadPolicy) or getattr(policy, "offload_params", False)
     names = {DistributedType.NO: "none", DistributedType.FSDP: "offload" if offloads else "fsdp"}

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 Passes = Callable[[Batch, Any], torch.Tensor]
 
 MOST = 64  # graphs: enough for all widths up to 512 tokens
-SHARE = 1 / 3  # of the device's memory: if the run may need more, graphs might not fit beside it
+SHARE = 1 / 3  # of free + reserved memory: if a run may need more, graphs might not fit beside it
 
 
 class Graphs:
@@ -146,8 +146,9 @@ class Graphs:
 
 
 def can_record(model: Any) -> bool:
-    """Return whether a plain model's passes can be recorded: only those of the kinds whose mask
-    `first_token.py` makes, as they neither sync with the host nor use its random numbers.
+    """Return whether a plain model's passes can be recorded: only if `first_token.py` makes its
+    mask, and without gradient checkpointing, for they must not sync with the host, nor use its
+    random numbers.
 
     For other kinds, transformers asks the device whether a batch has padding, and makes no mask if
     not; during a capture it always makes one: other kernels, different rounding.

@@ -1,4 +1,4 @@
-"""What is counted from one train event to the next: losses, samples, tokens, time."""
+"""Counts losses, samples, tokens and time from one train event to the next."""
 
 import math
 import time

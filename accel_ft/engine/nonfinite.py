@@ -42,7 +42,7 @@ def may_step(run: Run, losses: list[torch.Tensor], grad_norm: torch.Tensor) -> b
     """
     run.outcomes.append(_measure(run, losses, grad_norm))
     # If read late, the newest outcome stays unread until the next update, unless something due now
-    # needs it. That may be a stop signal, which the ranks exchange in this loop.
+    # needs it: for example a stop signal, which the ranks exchange in `_count_in_oldest`.
     while len(run.outcomes) > (1 if _is_late(run) and not run.needs_outcome() else 0):
         if _count_in_oldest(run):
             continue
@@ -127,7 +127,7 @@ def handle_nonfinite(run: Run) -> bool:
     message = f"update {number}: {what}; {where}"
     if policy == "stop" or run.num_nonfinite > IN_A_ROW:
         _write_event(run, "stop", number, ids, losses, run.step)
-        first = outcome.step  # the weights have not changed since this many updates
+        first = outcome.step  # the weights are still those after this many updates
         skipped = range(number - run.num_nonfinite, number)
         while first - 1 in (skipped if policy == "skip" else run.passed_over):
             first -= 1
@@ -149,8 +149,8 @@ def handle_nonfinite(run: Run) -> bool:
     logger.warning("%s: %s", message, policy)
     if policy == "rollback":
         _roll_back(run, outcome.step)
-    # A resume from before a skipped update repeats it, and `rewind` must drop its event. A
-    # rollback's event stays only if the checkpoint lists the update in `passed_over`.
+    # The step by which `rewind` drops the event: a resume from before a skipped update repeats it.
+    # A rollback's event is kept only if the checkpoint lists the update in `passed_over`.
     _write_event(run, policy, number, ids, losses, number if policy == "skip" else run.step)
     return policy == "skip"
 

@@ -45,7 +45,7 @@ def resume(run: Run, folder: Path) -> list[Path]:
     _set_rates(run, fresh)
     _tell_what_differs(run, saved)
     run.logits = None  # from before a rollback
-    if run.step == run.num_steps != run.evaluated_step:  # the last only under a new num_steps
+    if run.step == run.num_steps != run.evaluated_step:  # num_steps has become smaller
         run.eval_is_due = True
     lost = _forget_stale_best(run, saved["validation_data"])
     sums, rank = saved["loss_sums"], run.accelerator.process_index
@@ -120,7 +120,7 @@ def _forget_stale_best(run: Run, rows: str) -> list[Path]:
         return []
     metric, rule = run.best["metric"], run.config.best_rule
     is_over = run.is_over and not run.eval_is_due  # a due evaluation may give a new best
-    is_needed = run.protected_step not in (None, run.step)  # run.step's was just loaded
+    is_needed = run.protected_step not in (None, run.step)  # that of run.step was just loaded
     is_lost = is_needed and not state.is_sound(run.watch, run.best_folder())
     other_rule = metric != rule and (run.step < run.num_steps or run.eval_is_due)
     other_rows = rows != run.splits.validation.fingerprint() and not is_over

@@ -148,7 +148,8 @@ class Run:
         if self.batches is not None:
             self.loader.end()
             self.batches.close()
-            # An exception of the loader holds it in a traceback, with workers that ignore signals.
+            # An exception of the loader holds it in a traceback: its workers, which block signals,
+            # would live on.
             for frame, _ in traceback.walk_tb(sys.exc_info()[2]):
                 if frame.f_code.co_filename.endswith(("dataloader.py", "data_loader.py")):
                     with contextlib.suppress(RuntimeError):  # the frame is still executing

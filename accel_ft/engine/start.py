@@ -37,7 +37,7 @@ def is_finished(run: Run) -> bool:
         return False
     step, patience = ends[-1]["step"], config.early_stopping_patience
     if step > run.num_steps:
-        _checked_receipt(run)  # first: a larger batch or fewer rows make it another job
+        _checked_receipt(run)  # first: tells if it is another job (larger batch, fewer rows)
     refuse_fewer_updates(run.output_dir, step, run.num_steps)
     is_whole = step >= run.num_steps
     if not is_whole and (patience is None or ends[-1]["num_worse"] < patience):
@@ -45,7 +45,7 @@ def is_finished(run: Run) -> bool:
     receipt, wanted = _checked_receipt(run), _selection(config)
     chosen = receipt.get("selection", wanted)
     if not is_whole and chosen["metric"] != wanted["metric"]:
-        return False  # it stopped early by another metric
+        return False  # another metric stopped it early
     if wanted["takes_best"] and chosen["metric"] not in (None, wanted["metric"]):
         logger.warning(
             "its model was chosen by %s; no update is left to choose one by %s",
