@@ -46,7 +46,7 @@ class Batches(Dataset[Batch]):
 
 
 def train_places(plan: Plan, num_micro_batches: int, number: int) -> Ids:
-    """Return the places of the run's micro-batch `number`, in (step, micro step, rank) order."""
+    """Return the places of a run's micro-batch; they are numbered by (step, micro-step, rank)."""
     return plan.micro_batch(*divmod(number, num_micro_batches), num_micro_batches)
 
 

@@ -80,8 +80,8 @@ class Plan:
         global_batch_size: G, samples of one update over all ranks.
         seed: decides every order.
         lengths: maps sample ids [k] to token counts [k], for example an array's `__getitem__`.
-        groups: True groups samples of similar length into an update; False takes them in shuffled
-            order.
+        groups: True puts samples of similar length into an update; False does not sort windows, so
+            that an update has samples of any length.
     """
 
     num_samples: int
@@ -119,7 +119,7 @@ class Plan:
         """Split update `step` into M micro-batches of similar lengths and nearly equal size. Some
         may be empty.
 
-        The list is in (micro step, rank) order: with N ranks, rank r takes numbers r, r + N,
+        The list is in (micro-step, rank) order: with N ranks, rank r takes numbers r, r + N,
         r + 2N, ...
         """
         numbers = range(num_micro_batches)

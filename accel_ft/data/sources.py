@@ -51,7 +51,7 @@ class Source:
         records: starts reading; yields (place, columns), or (place, fault).
         label_names: names of integer labels where the source declares them.
         path: of a local file; else None.
-        numbers: row number in the data set of each labelled row, int64 [n]; None: of all rows.
+        numbers: row number in the data set of each labelled row, int64 [n]; None: all have labels.
     """
 
     name: str
@@ -246,7 +246,7 @@ def _read_delimited(
             header = fields
             _refuse_twice(name, header)
         elif len(fields) != len(header):
-            if hint := _other_delimiter(header):  # else each row has as many as it has commas
+            if hint := _other_delimiter(header):  # else many rows have the same fault
                 raise DataError(f"{name}: {place}: {len(fields)} fields; {hint}")
             yield place, f"{len(fields)} fields, where the header has {len(header)}"
         elif delimiter == "\t" and any(
@@ -262,7 +262,7 @@ def _read_delimited(
 
 
 def _other_delimiter(columns: Collection[Any]) -> str:
-    """What to say of a header that is one column, and looks like several; else ""."""
+    """Return a hint if a header is a single column, but looks like several; else ""."""
     signs = {";", "\t", "|", ","} & set(*columns) if len(columns) == 1 else ()
     told = "in its name: a csv has commas, a tsv tabs"
     return f"its one column has {min(signs)!r} {told}" if signs else ""

@@ -101,7 +101,7 @@ class Split:
         return np.unique(labels if labels.ndim == 1 else labels.nonzero()[1])
 
     def fingerprint(self) -> str:
-        """Return what identifies the samples: content hash and range."""
+        """Return an identifier of the samples: content hash, range, and number if oversampled."""
         times = "" if self.repeated is None else f" as {len(self)}"
         return f"{self.store.fingerprint[:16]}[{self.start}:{self.stop}]{times}"
 
@@ -227,7 +227,7 @@ def _share_unknown(store: TokenStore, tokenizer: Any) -> float:
     """Return the share of unknown tokens in the first texts."""
     unknown = tokenizer.unk_token_id
     marks = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.cls_token_id}
-    if unknown is None or unknown in marks:  # GPT-2 has one token for all
+    if unknown is None or unknown in marks:  # GPT-2 has one token for all four
         return 0.0
     rows = [store.tokens(place)[0] for place in range(min(len(store), PROBED_TEXTS))]
     return float((np.concatenate(rows) == unknown).mean())

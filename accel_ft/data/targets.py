@@ -1,4 +1,4 @@
-"""What a label cell means: one label, a set of labels, or a number.
+"""Interpret label cells: a cell is one label, a set of labels, or a number.
 
 Legend: K distinct label cells of a source, C outputs of the model.
 """

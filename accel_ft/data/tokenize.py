@@ -49,7 +49,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, e
 # Settings that do not change token ids; `max_seq_length` alone decides where a text is cut.
 WITHOUT_EFFECT = {"name_or_path", "is_local", "local_files_only", "model_max_length"}
 ROWS_AT_ONCE = 1000  # a fast tokenizer spreads each call over the cores
-CHARACTERS_AT_ONCE = 2_000_000  # it takes some 40 bytes for each before it truncates
+CHARACTERS_AT_ONCE = 2_000_000  # it holds some 40 bytes per character before truncation
 
 
 class TokenStore:
@@ -165,7 +165,7 @@ def _make_store(folder: Path, source: Source, config: DataConfig, tokenizer: Any
         staging.chmod(folder.parent.stat().st_mode & 0o777)  # mkdtemp's is private
         _write_store(staging, source, config, tokenizer)
         keep_no_truncation(tokenizer)
-        if not source.is_unchanged():  # else its rows get the hash of the old content
+        if not source.is_unchanged():  # its rows would get the old content's hash
             raise DataError(f"{source.name}: changed while it was read. Fix: start again")
         try:
             staging.rename(folder)
@@ -189,7 +189,7 @@ def cache_folder() -> Path:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Return a hash of what decides the token ids of a text, 64 hex digits."""
+    """Return a hash of all settings that decide the token ids of a text, 64 hex digits."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         state = json.loads(backend.to_str())
@@ -260,7 +260,8 @@ def token_ids(
 
     Returns:
         token ids of each text, int32 [1, T]; [2, T], ids and types, if the model uses token types
-        that are not all 0. And how many were truncated; a slow tokenizer: how many reach the limit.
+        that are not all 0. And the number of truncated texts; a slow tokenizer's: of texts that
+        reach the limit.
     """
     arrays, num_cut, start, size = list[NDArray[np.int32]](), 0, 0, 0
     for stop, text in enumerate(texts, start=1):
@@ -318,7 +319,7 @@ def has_types_of_single_texts(tokenizer: Any, **cut: Any) -> bool:
     """Whether a single text gets token types that are not all 0, as XLNet's and Funnel's do.
 
     Args:
-        cut: truncation of the other calls: the tokenizer keeps the last one's, for all its threads.
+        cut: truncation, as in the other calls: a tokenizer keeps the last one, for all threads.
     """
     return any(tokenizer("", return_token_type_ids=True, **cut).get("token_type_ids", ()))
 

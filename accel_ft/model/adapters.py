@@ -35,7 +35,7 @@ def choose_trained(model: Any, config: TrainConfig, new_parameters: Sequence[str
     Raises:
         ConfigError: the model does not support a setting.
     """
-    if config.gradient_checkpointing and config.freeze is None:  # no backward pass if frozen
+    if config.gradient_checkpointing and config.freeze is None:  # frozen: no backward there
         if not model.supports_gradient_checkpointing:
             raise ConfigError(f"gradient_checkpointing=true: {type(model).__name__} cannot")
         older = "gradient_checkpointing_enable"  # its name before transformers 5.20
@@ -88,7 +88,7 @@ def _lora_targets(model: Any, wanted: Sequence[str], heads: set[str]) -> list[st
         heads: names of the modules that are trained in full.
     """
     holders = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-    shared = [  # tied: each module gets its own adapter, and merging adds all to the one weight
+    shared = [  # tied: each module would get an adapter, and merging add all to the one weight
         name
         for name, module in model.named_modules()
         if holders[id(getattr(module, "weight", None))] > 1
@@ -104,7 +104,7 @@ def _lora_targets(model: Any, wanted: Sequence[str], heads: set[str]) -> list[st
     ]
     every = [name for name, _ in model.named_modules()]
     ends = sorted({name.rpartition(".")[2] for name in linear})
-    for target in wanted:  # peft matches suffixes, and raises only if none matches
+    for target in wanted:  # peft matches suffixes, and raises only if no target matches
         meant = [name for name in every if f".{name}".endswith(f".{target}")]
         why = "" if meant else "no layer's name ends so"
         if several := [name for name in meant if name in shared]:
@@ -134,7 +134,7 @@ def _with_adapters(model: Any, key: str, **settings: Any) -> Any:
             made = get_peft_model(model, LoraConfig(task_type=TaskType.SEQ_CLS, **settings))
     except ValueError as error:
         raise ConfigError(f"{key}: {in_one_line(error)}") from error
-    written = made.peft_config["default"]  # as a set its order would vary
+    written = made.peft_config["default"]  # peft makes a set: its order would vary when saved
     if isinstance(written.target_modules, set):
         written.target_modules = sorted(written.target_modules)
     return made

@@ -52,8 +52,8 @@ def compute_first_token_only(model: Any, last_alone: bool = False) -> None:
 
     Args:
         model: a plain one.
-        last_alone: leave the other layers unchanged, for FSDP, and for compiling layer by layer,
-            where one compilation then serves them all.
+        last_alone: leave the other layers unchanged: for FSDP with SDPA, and for compiling layer by
+            layer, where one compilation then serves them all.
     """
     if not reads_first_token(model):
         return
@@ -116,7 +116,7 @@ def first_token_attention(
         What the module returns: output, [B, 1, D], and attention weights, [B, H, 1, S].
     """
     device, size = token.device.type, self.attention_head_size
-    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):  # once for all
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):  # once, for all products
         all_tokens = all_tokens.to(torch.get_autocast_dtype(device))
     query, key, value = projections(self)
     has_adapters = type(key) is not nn.Linear or type(value) is not nn.Linear
@@ -128,7 +128,7 @@ def first_token_attention(
         asks = (asked @ key.weight.view(of_head)).transpose(0, 1)  # [B, H, D]
         scores = asks @ all_tokens.mT  # [B, H, S]
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    if not has_adapters:  # softmax cancels it; DDP and AdamW want its gradient of 0
+    if not has_adapters:  # softmax cancels the key bias; added so that it gets its gradient, 0
         scores = scores + (asked @ key.bias.view(-1, size, 1)).transpose(0, 1)
     scores = scores * self.scaling
     if attention_mask is not None:

@@ -75,14 +75,15 @@ def use_fused_layer(layer: Any, packs: bool = False) -> None:
 
     Args:
         layer: of BERT's or DistilBERT's shape.
-        packs: whether the layer may drop padding, because nothing reads it but, if it is padding, a
-            text's first token. It then returns [N, D], for a layer that packs, or for `unpacked`.
+        packs: whether the layer may drop padding, because later layers and the head read none of
+            it, except a text's first token. It then returns [N, D], for another layer that packs,
+            or for `unpacked`.
     """
     layer.forward = partial(forward, layer, packs)  # a method would not unpickle
 
 
 def packing_of(layer: Any, attention_mask: torch.Tensor | None) -> Packing | None:
-    """Return a batch's packing, for a layer that packs; None if it would save nothing."""
+    """Return a batch's packing, for a layer that packs; None if `packing` does not pack it."""
     has_version = attention_mask is not None and not attention_mask.is_inference()
     version = attention_mask._version if has_version else 0  # type: ignore[union-attr]
     return packing(attention_mask, attention_of(layer).config.num_attention_heads, version)
@@ -93,7 +94,7 @@ def unpacked(layer: Any, tokens: torch.Tensor, attention_mask: torch.Tensor | No
     if tokens.ndim == 3:
         return tokens
     packed = packing_of(layer, attention_mask)
-    assert packed is not None  # nor was it for the layer that packed them
+    assert packed is not None  # the layer that packed them got the same mask
     return unpack(tokens, packed)
 
 
@@ -105,8 +106,8 @@ def forward(
     *others: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Forward pass of a layer, fused if possible. Otherwise the class's own one runs: on a GPU, if
-    compiled, with adapters, without GELU, or if attention weights are requested, for example.
+    """Forward pass of a layer, fused if possible. Otherwise the class's own one runs, for example
+    on a GPU, if compiled, with adapters, without GELU, or if attention weights are requested.
 
     Args:
         layer, packs: see `use_fused_layer`.
@@ -262,7 +263,7 @@ def _together(heads: torch.Tensor, shape: torch.Size, to: Settings) -> torch.Ten
 
 def _product(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     """Return a @ b x scale, of matrices or of batches [B x H] of matrices, rounded once."""
-    product = a.new_empty((*a.shape[:-1], b.shape[-1]))  # out of place, torch copies it first
+    product = a.new_empty((*a.shape[:-1], b.shape[-1]))  # out of place, torch would copy it
     add = product.addmm_ if a.ndim == 2 else product.baddbmm_
     return add(a, b, beta=0, alpha=scale)
 

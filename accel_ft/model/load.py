@@ -141,7 +141,7 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
     try:
         encoded = tokenizer("a")
         tokenizer.num_special_tokens_to_add(pair=False)
-    except (AssertionError, TypeError, ValueError) as error:  # it needs boxes or tables
+    except (AssertionError, TypeError, ValueError) as error:  # needs boxes or tables too
         raise ConfigError(
             f"{key}={folder}: its tokenizer takes no plain text: {in_one_line(error)}"
         ) from error
@@ -180,7 +180,7 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
     # XLNet's head reads the last position. Else right: left padding shifts GPT-2's positions.
     side = "left" if config.model_type == "xlnet" else "right"
     if tokenizer.padding_side != side:
-        tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = side  # what is saved
+        tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = side  # to be saved too
     kinds = getattr(config.get_text_config(), "type_vocab_size", 0)
     inputs = list(tokenizer.model_input_names)
     if "token_type_ids" in inputs and kinds < 2 and not has_types_of_single_texts(tokenizer):
@@ -189,7 +189,7 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
     # BART's and T5's heads need one end token per row, even if a text spells it out.
     if getattr(config, "is_encoder_decoder", False):
         tokenizer.split_special_tokens = True
-        tokenizer.init_kwargs["split_special_tokens"] = True  # what is saved
+        tokenizer.init_kwargs["split_special_tokens"] = True  # to be saved with it
     return tokenizer
 
 
@@ -235,7 +235,7 @@ def load_model_config(folder: str, key: str = "model_name_or_path", **settings: 
 
     config = _from_pretrained(key, folder, AutoConfig.from_pretrained, **settings)
     config.return_dict = True
-    config.get_text_config().use_cache = False  # a decoder's keys and values: no generation
+    config.get_text_config().use_cache = False  # of keys and values, for generation only
     if getattr(config, "attention_type", None) == "block_sparse":  # BigBird's
         config.attention_type = "original_full"
         _warn_of_full_attention(config.model_type)
@@ -300,7 +300,7 @@ def check_trainable(config: Any) -> None:
 def check_tokens(
     greatest_id: int, tokenizer: Any, config: Any, key: str = "model_name_or_path"
 ) -> None:
-    """Refuse a model that lacks an embedding of the greatest token id of texts, or the pad token.
+    """Refuse a model without an embedding of the texts' greatest token id, or of the pad token.
 
     Raises:
         ConfigError: names the size of the model's vocabulary.

@@ -46,7 +46,7 @@ class Need:
             strategy: "none", "ddp", "fsdp" or "offload".
             num_ranks: N.
             rows: of a micro-batch.
-            accumulates: gradients over several of them, between which FSDP keeps them unsharded.
+            accumulates: whether gradients add up over several; FSDP keeps them unsharded meanwhile.
         """
         activations = self.fixed + self.per_row * rows
         states = self.parameters + self.gradients + self.moments
@@ -93,7 +93,7 @@ def need(model: nn.Module, loss: Callable[[int], torch.Tensor], rows: int) -> Ne
 
     Args:
         model: unsharded, in training mode.
-        loss: computes the scalar loss of a micro-batch of so many rows of the greatest length.
+        loss: maps a number of rows, each of the greatest length, to their micro-batch's loss.
         rows: of the larger micro-batch, at least 2.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]

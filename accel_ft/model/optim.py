@@ -115,7 +115,7 @@ def make_scheduler(config: TrainConfig, optimizer: torch.optim.Optimizer, num_st
     from transformers import get_scheduler
 
     warmup = round(config.warmup_steps)
-    if config.warmup_steps < 1:  # a share leaves one update: the first one's rate is 0
+    if config.warmup_steps < 1:  # leave one update: the first of warmup has rate 0
         warmup = min(math.ceil(round(config.warmup_steps * num_steps, 6)), num_steps - 1)
     # If the first update is skipped, torch would warn that the scheduler steps first.
     optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -70,5 +70,5 @@ def _attend_by_width(model: Any) -> None:
 
 def _choose(configs: list[Any], _: Any, args: Any, kwargs: dict[str, Any]) -> None:
     ids = args[0] if args else kwargs["input_ids"]
-    for config in configs:  # T5's encoder and decoder copy it
+    for config in configs:  # T5's encoder and decoder have copies of the config
         config._attn_implementation = "sdpa" if ids.shape[1] >= SDPA_TOKENS else "eager"
