@@ -131,7 +131,7 @@ def load_whole(folder: str, config: Any) -> Any:
 
 
 def model_folder(path: str) -> str:
-    """Return the Hugging Face folder inside what a user calls a checkpoint.
+    """Return the Hugging Face folder or name that a user's `checkpoint` stands for.
 
     Args:
         path: a run's folder (gives its model/ or, until that is written, its newest checkpoint), a

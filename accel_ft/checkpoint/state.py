@@ -152,7 +152,7 @@ def find(
             fault = error
         except OSError as error:
             fault = CheckpointError(f"{root}: {error}")
-    found, fault = watch.all_gather((found, fault))[0]  # rank 0 may hash for long: waits up to days
+    found, fault = watch.all_gather((found, fault))[0]  # patient: rank 0 may hash for long
     if fault is not None:
         raise fault
     return found

@@ -232,7 +232,7 @@ def set_aside(checkpoints: Iterable[Path], why: str) -> None:
 
 
 def has_leftovers(root: Path) -> bool:
-    """Return whether a killed run was writing a checkpoint that cannot be published."""
+    """Return whether killed runs left folders here that are unpublished or half removed."""
     return any(any(root.glob(f"{prefix}*")) for prefix in (STAGING_PREFIX, SEALED_PREFIX))
 
 

@@ -84,7 +84,7 @@ class TokenStore:
         self._types = _map(folder / "types.bin", np.int8, meta["num_tokens"] * meta["has_types"])
 
     def __reduce__(self) -> tuple[type["TokenStore"], tuple[Path, str]]:
-        # A worker process maps the files anew instead of getting copies of them.
+        # A worker process maps the files itself, instead of getting a pickled copy of them.
         return TokenStore, (self.folder, self.name)
 
     def __len__(self) -> int:

@@ -146,9 +146,8 @@ class Graphs:
 
 
 def can_record(model: Any) -> bool:
-    """Return whether a plain model's passes can be recorded: only if `first_token.py` makes its
-    mask, and without gradient checkpointing, for they must not sync with the host, nor use its
-    random numbers.
+    """Return whether a plain model's passes can be recorded: with a mask from `first_token.py` and
+    no gradient checkpointing, they neither sync with the host nor use its random numbers.
 
     For other kinds, transformers asks the device whether a batch has padding, and makes no mask if
     not; during a capture it always makes one: other kernels, different rounding.

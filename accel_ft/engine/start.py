@@ -125,7 +125,7 @@ def _fingerprints(run: Run) -> dict[str, str]:
 
 
 def start_or_resume(run: Run) -> None:
-    """Load the checkpoint asked for, if there is one, and write what describes the run. Collective.
+    """Load the requested checkpoint, if any, and write the files that describe the run. Collective.
 
     Raises:
         CheckpointError: it is missing, damaged, another job's, or older than others of this run; or

@@ -217,7 +217,7 @@ def merged(
 
 
 def read_adapters(folder: Path) -> dict[str, Any] | None:
-    """Read a checkpoint's adapter_config.json; None where it has none.
+    """Read a checkpoint's adapter_config.json; return None if there is none.
 
     Raises:
         CheckpointError: it cannot be read.

@@ -144,7 +144,7 @@ def _container_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
         own = Path("/proc/self/cgroup").read_text(encoding="utf-8").strip().rpartition("::/")[2]
         for group in (root / own, *(root / own).parents):
             with contextlib.suppress(OSError, ValueError):
-                limit = int((group / "memory.max").read_text())  # "max" where there is none
+                limit = int((group / "memory.max").read_text())  # raises if "max": no limit
                 lines = (group / "memory.stat").read_text().splitlines()
                 stat = {name: int(count) for name, _, count in (s.partition(" ") for s in lines)}
                 cached = stat["active_file"] + stat["inactive_file"]  # reclaimed when needed
