@@ -1,5 +1,5 @@
-"""The metrics of an evaluation, from one table of logits and labels; `Classification` offers its
-own as an `evaluate.Metric`.
+"""The metrics of an evaluation, from one table of logits and labels; those of label ids also as an
+`evaluate.Metric`, `Classification`.
 
 Legend: n samples, C classes. `evaluate.load("accuracy")` needs the network; these need none.
 """
@@ -128,7 +128,7 @@ class Classification(evaluate.Metric):  # type: ignore[misc]
 def _matthews_correlation(
     hits: NDArray[np.int64], present: NDArray[np.int64], predicted: NDArray[np.int64]
 ) -> float:
-    """From three counts [C], a value of -1 to 1; 0 where labels or predictions are all the same.
+    """Return it, -1 to 1, from three counts [C]; 0 where labels or predictions are all the same.
 
     Source: Gorodkin, doi:10.1016/j.compbiolchem.2004.09.006.
     """
@@ -141,7 +141,7 @@ def _matthews_correlation(
 def roc_auc(logits: NDArray[Any], labels: NDArray[Any]) -> float:
     """Return the mean over labels of the area under the one-versus-rest ROC curve, 0 to 1: the
     probability that a row with the label scores above a row without it. Two exclusive labels have
-    equal areas. Labels of all rows, or of none, are left out; 0.5 where no label remains.
+    equal areas. Labels that all rows have, or none, are left out; 0.5 if no label remains.
 
     Args: as for `score`.
     """
@@ -187,7 +187,7 @@ def score(
         scores = multi_label_metrics(logits, labels, thresholds)
     else:
         return regression_metrics(logits[:, 0], labels)
-    columns = scores.pop("per_class")  # added again as the last one
+    columns = scores.pop("per_class")  # put back below, as the last key
     scores["per_class"] = {
         name: {column: values[row] for column, values in columns.items()}
         for row, name in enumerate(label_names)
@@ -256,8 +256,8 @@ def regression_metrics(predictions: NDArray[Any], labels: NDArray[np.float32]) -
 
     Returns:
         loss: mean squared error; rmse: its root; mae: mean absolute error; pearson: correlation;
-        spearmanr: that of the ranks; r2: share of the variance that is explained. The last three
-        are 0 where nothing varies.
+        spearmanr: that of the ranks; r2: share of the variance that is explained. Correlations
+        are 0 if predictions or labels are constant, r2 if the labels are.
     """
     found, actual = predictions.astype(np.float64), labels.astype(np.float64)
     squared = float(((found - actual) ** 2).mean())

@@ -12,7 +12,7 @@ IDLE_SETTINGS = HUB_KEYS | {"output_dir", "reproduce", "report_to"}
 IDLE_RECEIPT = {"starts", "identity", "warnings"}
 
 Difference = tuple[str, Any, Any]  # what differs, its value in the first run, in the second
-Updates = tuple[int, int]  # an event covers those after the first number, up to the second
+Updates = tuple[int, int]  # train: after the first update, up to the second; others: (0, step)
 
 
 def differences(one: Record, other: Record) -> Iterator[Difference]:
@@ -25,7 +25,7 @@ def differences(one: Record, other: Record) -> Iterator[Difference]:
             if key.partition(".")[0] not in idle and not _same(a.get(key), b.get(key)):
                 yield f"{name} {key}", a.get(key), b.get(key)
     first, second = (_over_starts(record.receipt["starts"]) for record in (one, other))
-    for key in sorted(first.keys() & second.keys()):  # other fields: the last start's
+    for key in sorted(first.keys() & second.keys()):  # the fields above: last start only
         if first[key] != second[key] and max(len(first[key]), len(second[key])) > 1:
             yield f"{key}, over all starts", first[key], second[key]
     yield from curves(one, other)

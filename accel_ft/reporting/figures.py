@@ -13,7 +13,7 @@ TICKS_AT_MOST, MARKED_POINTS = 30, 25
 
 
 def curves(records: Sequence[Record]) -> dict[str, Figure]:
-    """Return figures over updates, keyed train_<curve> and eval_<metric>; each has all runs."""
+    """Return figures over updates, keyed train_<curve> and eval_<metric>; each shows all runs."""
     evaluated = (event for record in records for event in record.of("eval"))
     scores = dict.fromkeys(key for event in evaluated for key in scores_of(event))  # each once
     wanted = [("train", key) for key in TRAIN_CURVES] + [("eval", f"eval_{key}") for key in scores]

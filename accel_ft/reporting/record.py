@@ -131,7 +131,7 @@ def intervals(
     from accel_ft.metrics import class_scores  # it imports `evaluate`, which is slow
 
     counts = np.array([hits, present - hits, predicted - hits, total - present - predicted + hits])
-    drawn = np.random.default_rng(0).dirichlet(counts + 0.5, DRAWS) * 1e9  # above the floor of 1
+    drawn = np.random.default_rng(0).dirichlet(counts + 0.5, DRAWS) * 1e9  # class_scores clips at 1
     hit, missed, false, _ = np.vstack([counts, drawn]).T
     scores = class_scores(hit, hit + missed, hit + false)
     found = {}

@@ -30,7 +30,7 @@ def model_card(
         split: the split that the scores were measured on, "test" or "validation".
         pairs: whether the model was trained on pairs of texts, if the settings do not say so.
     """
-    if settings.get("output_dir") and not settings.get("train_file"):  # a run
+    if settings.get("output_dir") and not settings.get("train_file"):  # a run's settings
         settings = settings | {"dataset_name": settings.get("dataset_name") or DEFAULT_DATASET}
     base, data = (
         name if is_hub_id(name) else None
@@ -42,7 +42,7 @@ def model_card(
     )
     own = settings.get(f"{split}_file") or settings.get("train_file")
     rows = own or settings.get("dataset_name") or "unknown"
-    # Else the rows may have been cut off the training rows, and no split on the Hub holds them.
+    # If not given, they may be split off the training rows: no split on the Hub holds just them.
     is_given = split == "test" or settings.get(f"{split}_file")
     results = [
         EvalResult(
@@ -128,7 +128,7 @@ def require_repo(repo_id: str, private: bool) -> str:
         is_public = api.repo_info(found).private is False
     except Exception as error:  # no token, no right, no network, ...
         what, fix = "refuses", "`hf auth login`, or HF_TOKEN"
-        # By name: huggingface_hub has changed its HTTP library, and so the classes, before.
+        # By class name: huggingface_hub has changed its HTTP library, and its errors, before.
         if re.search("Connect|Timeout|Offline", type(error).__name__):
             what, fix = "cannot be reached", "mend the network, HF_ENDPOINT or HF_HUB_OFFLINE"
         if isinstance(error, HFValidationError):  # output_dir's name may be no valid id
@@ -150,7 +150,7 @@ def _check_write(api: HfApi, repo_id: str) -> None:
         api.auth_check(repo_id, write=True)
     except HfHubHTTPError as error:
         if type(error) is not HfHubHTTPError or error.response.status_code != 404:
-            raise  # a plain 404 is a mirror of the Hub without this endpoint
+            raise  # not on a plain 404: a mirror of the Hub that lacks this endpoint
 
 
 def push(folder: Path, repo_id: str) -> str:

@@ -8,8 +8,8 @@ from accelerate.utils import parse_flag_from_env
 
 from accel_ft.errors import LaunchError, stop_signals_blocked
 
-COMPILATIONS = 256  # limit per function: 24 widths up to 4,096 tokens, times 2 (train, evaluate),
-# times 2 (FSDP2: the last layer, the others), times 2 sizes of micro-batch
+COMPILATIONS = 256  # limit per function, above 192: 24 widths up to 4,096 tokens, times 2 (train,
+# evaluate), times 2 (FSDP2: the last layer, the others), times 2 sizes of micro-batch
 
 
 def is_compiled() -> bool:
@@ -78,7 +78,7 @@ def configure(mixed_precision: str) -> None:
     if backend == "INDUCTOR":
         _refuse_cache_of_another()
     torch._dynamo.config.recompile_limit = COMPILATIONS
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # not silently eager
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # no silent eager fallback
     if not compiles_each_width():
         # Widths are multiples of 8 already: padding gains nothing. Its check puts an upper bound on
         # a dynamic width, and inductor then makes softmax as wide as the bound: minutes in ptxas.
@@ -107,7 +107,7 @@ def _refuse_cache_of_another() -> None:
 
 
 def start_compile_workers() -> None:
-    """Start inductor's workers with stop signals blocked: a compilation waits for a killed one."""
+    """Start inductor's workers, stop signals blocked: compiling waits for ever for a killed one."""
     with stop_signals_blocked():
         from torch._inductor.async_compile import AsyncCompile
 

@@ -26,10 +26,10 @@ LOCK_SECONDS = 30.0  # a run that was told to stop may still be saving
 
 
 def write_whole(path: Path, content: str | bytes | memoryview) -> None:
-    """Replace a file's content by an atomic rename: no reader, and no kill, meets half of it."""
+    """Replace a file's content by an atomic rename: no reader sees half, even after a kill."""
     staging = path.with_name(f".{path.name}{STAGED}{os.getpid()}")
     try:
-        staging.unlink(missing_ok=True)  # in a shared folder, another user's link
+        staging.unlink(missing_ok=True)  # in a shared folder it may be another user's link
         with staging.open("xb") as file:
             if isinstance(content, str):  # file names may not be UTF-8
                 content = content.encode(errors="backslashreplace")
@@ -54,7 +54,7 @@ def writing(name: str) -> Iterator[Any]:
     place, final = Path(name), Path(name).resolve()
     in_place = place.exists() and not (place.is_file() and os.access(final.parent, os.W_OK))
     in_place |= name.startswith(("/dev/", "/proc/"))  # such as the shell's /dev/fd/63
-    how: Any = {"encoding": "utf-8", "errors": "backslashreplace"}  # lone surrogates, as JSON
+    how: Any = {"encoding": "utf-8", "errors": "backslashreplace"}  # surrogates, as in JSON
     if name == "-" and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(**how)
     if name == "-" or in_place:
@@ -66,17 +66,17 @@ def writing(name: str) -> Iterator[Any]:
     if final.exists():
         final.open("a").close()  # raises without write permission
     try:
-        staging.unlink(missing_ok=True)  # in a shared folder, another user's link
+        staging.unlink(missing_ok=True)  # in a shared folder it may be another user's link
         with staging.open("x", **how) as file:
             if final.exists():
                 staging.chmod(final.stat().st_mode & 0o777)
             yield file
-    except OSError as error:  # or one of the caller's own reads, meanwhile
+    except OSError as error:  # may come from one of the caller's own reads
         if error.filename == str(staging) or error.errno in (errno.ENOSPC, errno.EDQUOT):
             error.filename = name
         raise
     else:
-        shutil.move(staging, final, shutil.copyfile)  # copies onto a mount point
+        shutil.move(staging, final, shutil.copyfile)  # copies if `final` is a mount
     finally:
         staging.unlink(missing_ok=True)
 

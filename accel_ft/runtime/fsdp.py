@@ -17,7 +17,7 @@ from accel_ft.errors import LaunchError
 
 
 def is_asked_for() -> bool:
-    """Return whether the environment asks for FSDP; accelerate accepts no word but `true`."""
+    """Return whether the environment asks for FSDP; accelerate accepts only the word `true`."""
     return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
 
 
@@ -65,7 +65,7 @@ def configure(accelerator: Accelerator, model: nn.Module) -> None:
         in_float32 = {"reduce_dtype": torch.float32}
         if plugin.fsdp_version == 1:
             in_float32["buffer_dtype"] = torch.float32
-            # Without it, FSDP1 accumulates unreduced gradients in the compute dtype.
+            # Without this, FSDP1 accumulates unreduced gradients in the compute dtype.
             accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, **in_float32)
 
@@ -86,10 +86,11 @@ def leave_overflows_to_the_scaler(accelerator: Accelerator, optimizer: Any) -> N
 
 
 def layer_classes(model: nn.Module) -> list[str]:
-    """Return the class names of the model's repeated layers: those of the outermost ModuleLists
-    that hold a single class and at least a quarter of the parameters of the largest.
+    """Return the class names of the model's repeated layers: those of the outermost ModuleLists of
+    layers, each of a single class, with at least a quarter of the largest class's parameters.
 
-    `_no_split_modules` does not help: BERT's lists its embeddings, which FSDP2 cannot wrap so.
+    `_no_split_modules` does not help: BERT's lists its embeddings, and FSDP2 cannot wrap them as a
+    layer.
     """
     sizes: dict[str, int] = {}
     inside: set[nn.Module] = set()

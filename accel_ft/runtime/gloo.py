@@ -33,7 +33,7 @@ def give_groups_one_worker() -> None:
 
 
 def _devices(group: Any) -> list[Any]:
-    """Return a device for each interface in GLOO_SOCKET_IFNAME, parsed as torch does it."""
+    """Return a device for each interface in GLOO_SOCKET_IFNAME, parsed as torch does."""
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     interfaces = [group.create_device(interface=name) for name in names.split(",") if name]
     return interfaces or [group.create_default_device()]

@@ -20,7 +20,7 @@ def own_random_numbers() -> Iterator[None]:
     """Restore the random number generators of Python, numpy and torch on exit."""
     python, numpy = random.getstate(), np.random.get_state()
     has_gpus = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = range(torch.cuda.device_count() if has_gpus else 0)  # asking would start CUDA
+    devices = range(torch.cuda.device_count() if has_gpus else 0)  # forking would start CUDA
     with torch.random.fork_rng(devices):
         try:
             yield
@@ -32,13 +32,13 @@ def own_random_numbers() -> Iterator[None]:
 @contextlib.contextmanager
 def as_a_guest() -> Iterator[None]:
     """Restore the caller's global state on exit: random number generators, grad mode, gradient
-    accumulation (all Accelerators share it, and a run that ends in mid-update changes it), handlers
-    of accel_ft's log, transformers' verbosity, torch's CUDA switches, csv's field limit, and
+    accumulation (all Accelerators share it, and a run that ends in mid-update changes it), the
+    accel_ft logger, transformers' verbosity and bars, torch's CUDA switches, csv's field limit, and
     CUDA_VISIBLE_DEVICES. Meanwhile no other thread may train or draw random numbers.
     """
     sdp = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     tf32 = None
-    with contextlib.suppress(RuntimeError):  # set by torch's newer names, the old one raises
+    with contextlib.suppress(RuntimeError):  # if set by torch's newer name, the old one raises
         tf32 = torch.backends.cudnn.allow_tf32
     visible = {name: value for name, value in os.environ.items() if name == GPUS}
     gradients, ours = GradientState(), getLogger("accel_ft")
@@ -63,7 +63,7 @@ def as_a_guest() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
-    """Hide transformers' bars and leave inference mode (loaded models can train); then restore."""
+    """Hide transformers' bars, leave inference mode (so that models can train); restore on exit."""
     bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     try:

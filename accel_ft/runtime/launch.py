@@ -96,7 +96,7 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
             "start all machines, with the same --main_process_ip and --main_process_port; "
             "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME=the network interface that joins them"
         ) from error
-    # Drops its harmless warning at each save of a model with shared embeddings, such as T5.
+    # Drop accelerate's harmless warning at each save of a model that shares embeddings, as T5 does.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     # With a mask, cuDNN attention's backward pass gives NaN on Hopper GPUs (PyTorch issue 196678).
     # Without it torch uses its flash or memory-efficient kernel.
@@ -197,7 +197,7 @@ def check_granted(accelerator: Accelerator, model: nn.Module) -> None:
     request: Request = accelerator.asked
     on_cpu = accelerator.device.type == "cpu"
     alone = (request.num_processes or accelerator.num_processes) == 1
-    wraps_one = accelerator.distributed_type == DistributedType.MULTI_CPU  # unlike on one GPU
+    wraps_one = accelerator.distributed_type == DistributedType.MULTI_CPU  # DDP, unlike on one GPU
     one_or_ddp = "one process" if alone and not wraps_one else "DDP"
     strategy = "FSDP" if request.distributed_type == "FSDP" else one_or_ddp
     compiled = any(

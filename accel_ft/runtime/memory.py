@@ -66,7 +66,7 @@ def better_malloc() -> dict[str, str]:
 
 
 def malloc_in_use() -> str:
-    """Return the allocator's name, and the CHOICES that were set at its start."""
+    """Return the allocator's name; unless it is tcmalloc, with the values of CHOICES."""
     if hasattr(ctypes.CDLL(None), "tc_malloc"):
         return "tcmalloc"
     name = platform.libc_ver()[0] or sys.platform

@@ -98,7 +98,7 @@ def about_program() -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """Return accel_ft's own commit, with "-dirty" where files differ; None outside its checkout."""
+    """Return accel_ft's own commit, with "-dirty" if files differ; None outside its checkout."""
 
     def git(*words: str) -> str:
         done = subprocess.run(

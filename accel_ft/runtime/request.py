@@ -48,7 +48,7 @@ class Request:
     """The settings that the user requested.
 
     Attributes:
-        source: the YAML or command, for messages.
+        source: the YAML, the command or ENVIRONMENT, for messages.
         num_processes: world size, over all machines; None if unspecified.
         use_cpu: whether the CPU was requested; None if unspecified.
         distributed_type: accelerate's name, such as MULTI_GPU or FSDP; "NO" if unspecified.
@@ -137,8 +137,8 @@ def _refuse_unheard_options(parser: Any, args: Any, kind: str) -> None:
 
 
 def _refuse_unheard_keys(file: str, yaml: Any, kind: str, args: Any) -> None:
-    """Refuse a section or key of the YAML that accelerate ignores, unless the command line has the
-    same value.
+    """Refuse a section of the YAML that accelerate ignores, an unknown key in a section, and an
+    ignored key, unless the command line has the same value.
 
     Raises:
         LaunchError: names it.

@@ -48,7 +48,7 @@ SAME_SIGNAL_SECONDS = 1.0  # a scheduler and a launcher both pass a signal on: i
 TICK_SECONDS = 0.5
 TELL_SECONDS = 1.0  # limit for a message to a terminal that may block
 GRACE_SECONDS = 2.0  # in which the main thread may notice another rank's end, and clean up
-SILENCE_SECONDS = 30.0  # of a heartbeat from another machine: a shared file system may lag
+SILENCE_SECONDS = 30.0  # no beat from another machine, at least: a shared file system may lag
 SAME_BIRTH_SECONDS = 5.0  # if creation times differ by more, the pid was reused
 SHARED_SECONDS = 60.0  # until one machine's write is visible on the others: NFS caches that long
 PATIENCE = timedelta(days=7)
@@ -82,7 +82,7 @@ class Watch:
             logs, as the message names them.
 
     Raises:
-        Exception: the fault, on all ranks, of the lowest rank that has one.
+        Exception: the fault of the lowest rank that has one, on all ranks: the program can go on.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Watch:
         self.folder, self.rank, self.num_ranks, self.advice = folder, rank, num_ranks, advice
         self.limit, self._clean_up = limit_seconds, clean_up
         self.check_folder: Callable[[], None] = lambda: None
-        """Raises CheckpointError where the run's folder is no longer what rank 0 has locked."""
+        """Raises CheckpointError if the run's folder is no longer the one that rank 0 locked."""
         self.stop_signal = 0
         """Number of the signal that asked this rank to stop, 0 for none."""
         self._stopped_at = 0.0
@@ -429,8 +429,8 @@ class Watch:
     def _find_lost(
         self, limit: float = 0.0, wait_seconds: float = 0.0
     ) -> tuple[int, str, int] | None:
-        """Return the first rank that failed, died, or was stopped for `limit` seconds (0: ignore
-        stopped ranks), the message about it, and the exit code; None if all are well.
+        """Return the first rank that failed, died, was silent on another machine, or was stopped
+        for `limit` seconds (0: ignore stopped ranks), with its message and exit code; else None.
         """
         deadline = time.monotonic() + wait_seconds
         while True:
@@ -468,7 +468,7 @@ class Watch:
         if last != beat["count"]:
             self._seen[beat["rank"]] = (beat["count"], now)
             return ""
-        silent = now - since if self._can_write else 0.0  # without the folder, no verdict
+        silent = now - since if self._can_write else 0.0  # cannot write: no verdict
         return f"was silent for {silent:.0f} s" if silent > max(limit, SILENCE_SECONDS) else ""
 
     def _fate_here(self, beat: dict[str, Any], limit: float) -> str:
