@@ -154,7 +154,7 @@ def recording(model: nn.Module | None = None) -> Iterator[list[str]]:
     patches = [
         recorder.noting(torch.autograd, "backward", recorder.backward),
         recorder.noting(torch.amp.GradScaler, "step", lambda _, one, *__: recorder.step(one)),
-        recorder.noting(LRScheduler, "_initial_step", lambda *_: None),  # hides an initial step
+        recorder.noting(LRScheduler, "_initial_step", lambda *_: None),  # hides a constructor's step
     ]
     if torch.distributed.is_available():  # gradients, or a copy, reduced by hand
         patches.append(recorder.noting(torch.distributed, "all_reduce", recorder.sum))
@@ -301,7 +301,7 @@ def accumulated_gradient(
     if not bb:
         return Verdict.FAIL("the whole batch leaves no gradient", "is anything trained?")
     factor = float(ab / bb)
-    left = (aa - 2 * factor * ab + factor**2 * bb).clamp_min(0)  # that no factor removes; squared
+    left = (aa - 2 * factor * ab + factor**2 * bb).clamp_min(0)  # |ours - factor * theirs|^2
     rest = float((left / aa.clamp_min(1e-60)).sqrt())
     about = f"{factor:.4f} times that of the whole batch, {rest:.1e} of it in another direction"
     if not (abs(factor - 1) <= tolerance and rest <= tolerance):  # NaN fails too

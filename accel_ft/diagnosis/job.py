@@ -111,7 +111,7 @@ def examine(config: TrainConfig) -> Iterator[Finding]:
         rank, num_ranks = accelerator.process_index, accelerator.num_processes
 
         def clean_up(keeps_logs: bool) -> None:
-            for _ in range(2) if rank == 0 else ():  # twice: a heartbeat may interfere
+            for _ in range(2) if rank == 0 else ():  # twice: a heartbeat may come meanwhile
                 shutil.rmtree(folder / "probe" if keeps_logs else folder, ignore_errors=True)
 
         names_log = False
@@ -190,7 +190,7 @@ def _on_the_job(
     with dropout.on_cpu(accelerator.device):  # as training does
         yield from _on_the_loop(run)
         yield from _on_the_replicas(run)  # after the updates
-        job = run.config  # with the micro-batch size that `auto` has found
+        job = run.config  # with the micro-batch size that `auto` found: no second search
         _let_go(run)  # `resume` needs its memory, and the disk space below
         if accelerator.is_main_process:
             shutil.rmtree(job.output_dir)

@@ -20,7 +20,7 @@ SPREAD_SECONDS = 5.0
 
 @contextlib.contextmanager
 def construction() -> Iterator[list[bool]]:
-    """Record whether a process group existed as the body built each DataLoader."""
+    """Record whether a process group existed when the body built each DataLoader."""
     log: list[bool] = []
     original = DataLoader.__init__
 

@@ -111,7 +111,7 @@ def post_mortem(
         lost.append((is_last, ended, f"{where}: {how}", hung))
     if not lost:
         return Verdict.PASS(f"{num_ranks} ranks reached their end")
-    hung = min(lost)[-1]  # then order means nothing: each waits for another
+    hung = min(lost)[-1]  # a hang: the order means nothing, each rank waits for another
     about = listed([words for _, _, words, _ in (lost if hung else sorted(lost))], 8)
     about += f"; ended well before: rank {listed(well)}" if well else ""
     if hung:

@@ -101,8 +101,8 @@ def resume(make: Callable[[], Job], folder: Path, steps: int = 3) -> list[Findin
             epoch counter or generator that is not saved still has its initial value.
 
     Returns:
-        One finding for each part that was saved, one for the samples of the next update, and one
-        for the state after it.
+        One finding for each part and for the random state, one for the samples of the next update,
+        and one for the state after it.
     """
     job = make()
     for _ in range(steps):

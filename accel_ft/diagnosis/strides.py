@@ -3,7 +3,7 @@ easily misread.
 
 With `gradient_as_bucket_view` a gradient is a view of its bucket, with the parameter's strides.
 Autograd keeps these strides, too, except where a difference is only in dimensions of size 1.
-`grad.contiguous()` in a hook is a no-op: any stride there counts as contiguous.
+`grad.contiguous()` in a hook is a no-op: any stride in such a dimension counts as contiguous.
 """
 
 from collections.abc import Callable

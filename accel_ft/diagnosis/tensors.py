@@ -47,7 +47,7 @@ def _held(value: Any, seen: set[int] | None = None, depth: int = 0) -> Iterator[
             read = {each.argval for each in code if each.opname == "LOAD_GLOBAL"}
             parts += [around[name] for name in read & around.keys()]
         if any(isinstance(vars(type(value)).get(name), FunctionType) for name in PICKLING):
-            # Its own pickling decides what workers get: the arrays that it holds do not count.
+            # A class with pickling of its own decides what workers get: its arrays do not count.
             own = [*parts, *getattr(value, "__dict__", {}).values()]
             seen |= {id(each) for each in own if isinstance(each, np.ndarray)}
         for each in parts[:128] if are_alike else parts:
@@ -190,7 +190,7 @@ def in_place(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Finding:
     try:
         with untouched(model), torch.autograd.set_detect_anomaly(True, check_nan=False):
             trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-            before = [(n, p, digest(p)) for n, p in trained]  # not an EMA teacher's
+            before = [(n, p, digest(p)) for n, p in trained]  # an EMA teacher may change
             value = loss()
             changed = [name for name, p, content in before if digest(p) != content]
             gradients_of(model, lambda: torch.autograd.backward(value))
