@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["fit", "load_classifier"]
 
-LOADING = ("all_scores", "max_seq_length", "per_device_eval_batch_size")  # keys it takes
+LOADING = ("all_scores", "max_seq_length", "per_device_eval_batch_size")  # load_classifier's keys
 
 _fitting = Lock()  # accelerate's state and the random generators are global
 
@@ -63,7 +63,7 @@ def fit(config: str | Path | None = None, **settings: Any) -> Path:
         settings = read_settings(Path(config).expanduser()) | settings
     job = checked(TrainConfig, settings, settings_to_reproduce(settings))
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    if any(map(torch.is_autocast_enabled, {"cpu", device.type})):  # its weight cache goes stale
+    if any(map(torch.is_autocast_enabled, {"cpu", device.type})):  # its cached weights go stale
         raise ConfigError(
             "fit: torch.autocast is on around it. Fix: call it outside; ACCELERATE_MIXED_PRECISION "
             "is its precision"

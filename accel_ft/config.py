@@ -1,4 +1,4 @@
-"""What can be set: the keys, their defaults and their rules. `settings.py` reads them.
+"""The keys that can be set, their defaults and their rules. `settings.py` reads them.
 
 Keys are flat, and named as in `transformers.TrainingArguments` where that has the same key. Mixed
 precision, strategy, number of processes and compile belong to accelerate's YAML, not here.
@@ -45,7 +45,7 @@ METRICS = {
     "multi_label_classification": ("f1_macro", "f1_micro", "accuracy", "roc_auc", "loss"),
     "regression": ("rmse", "mae", "pearson", "spearmanr", "r2", "loss"),
 }  # fmt: skip
-LOWER_IS_BETTER = ("loss", "rmse", "mae")  # lower is better
+LOWER_IS_BETTER = ("loss", "rmse", "mae")
 IDENTITY_KEYS = {
     "model_name_or_path", "max_seq_length", "global_batch_size", "seed", "learning_rate",
     "lr_scaling", "lr_reference_batch_size", "lr_scheduler_type", "warmup_steps", "weight_decay",
@@ -154,7 +154,7 @@ class Config(BaseModel):
     @field_validator("*")
     @classmethod
     def _fits_an_int(cls, value: Any) -> Any:
-        """Keep integers within int32: some libraries that receive them take no more."""
+        """Refuse integers above int32: some libraries that receive them take no more."""
         if isinstance(value, int) and value >= 2**31:
             raise PydanticCustomError("less_than", "must be less than 2147483648")
         return value

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if is_main:
         print(", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count))
     if counts[Verdict.FAIL]:
-        if findings[-1].check != "set-up":  # else the rank at fault has left better ones
+        if findings[-1].check != "set-up":  # else the rank at fault has left better words
             leave_last_words(f"error: {counts[Verdict.FAIL]} checks of the doctor FAIL")
         close_process_group()
         sys.exit(1)

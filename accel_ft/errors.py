@@ -4,8 +4,9 @@ exit code 0     done
           1     a rank failed, a bug in accel_ft (with its traceback), a FAIL of the doctor, or the
                 reader of standard output is gone
           2     a fault the user can fix
-          75    preempted: a checkpoint was saved, start again (EX_TEMPFAIL of sysexits.h)
-          128+n a second signal n ended it at once; where nothing is saved, the first does
+          75    preempted: a checkpoint was saved, if there was anything to save; start again
+                (EX_TEMPFAIL of sysexits.h)
+          128+n a second signal n ended it at once; a command that never saves ends at the first
 """
 
 import contextlib
@@ -93,8 +94,8 @@ class RankError(UserError):
 
 
 class Preempted(Exception):
-    """A signal asked the run to stop; its state is saved. Not a UserError: a program may catch
-    those and go on with its next run.
+    """A signal asked the run to stop; what there was to save is saved. Not a UserError: a program
+    may catch those and go on with its next run.
     """
 
     exit_code = EXIT_PREEMPTED

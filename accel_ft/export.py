@@ -54,7 +54,7 @@ def export(
     """Write the classifier of a checkpoint to a new folder, whole or not at all.
 
     Args:
-        checkpoint: as the key of that name.
+        checkpoint: what `--checkpoint` takes.
         output: the folder to write.
         with_onnx: write model.onnx, too.
         repo_id: repository on the Hub that the model card names, if any.

@@ -133,7 +133,7 @@ class Predictor:
         """Return {"label", "score"} for each text (or pair); multi-label: {"labels"}; regression:
         {"score"}; plus "scores" where all_scores is set. Collective.
         """
-        if isinstance(texts, str | Mapping) or hasattr(texts, "columns"):  # items: letters, keys
+        if isinstance(texts, str | Mapping) or hasattr(texts, "columns"):  # yields letters or keys
             told = "not one text, and not a table. Fix: [text], or one of its columns"
             raise TypeError(f"texts: a list of texts is wanted, {told}")
         wanted = [tuple(text) if isinstance(text, list) else text for text in texts]
@@ -330,7 +330,7 @@ def _guess_format(path: str, text_column: str) -> str:
 
 if __name__ == "__main__":
     restart_with_better_malloc("accel_ft.predict")
-    for number in (signal.SIGTERM, signal.SIGHUP):  # to clean up; ranks would wait for each other
+    for number in (signal.SIGTERM, signal.SIGHUP):  # to clean up; several ranks would hang
         is_heeded = signal.getsignal(number) != signal.SIG_IGN  # nohup ignores SIGHUP
         if is_heeded and os.environ.get("WORLD_SIZE", "1") == "1":
             signal.signal(number, lambda number, _: sys.exit(128 + number))

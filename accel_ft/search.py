@@ -144,7 +144,7 @@ class _Search:
             )  # fmt: skip
             study = open_study()
             if not study.trials and study.direction.name.lower() != wanted:
-                optuna.delete_study(study_name="search", storage=storage)  # of another metric
+                optuna.delete_study(study_name="search", storage=storage)  # for another metric
                 study = open_study()
         except (AssertionError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(

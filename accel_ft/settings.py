@@ -240,7 +240,7 @@ def _told(item: Any) -> Any:
 
 
 def _why(item: Any, field: FieldInfo) -> str:
-    """What is wrong with a value, in better words than pydantic's."""
+    """Return what is wrong with a value, in clearer words than pydantic's."""
     words: str = {
         "path_type": "is no path",
         "path_not_file": NO_FILE,
@@ -269,14 +269,14 @@ def read_settings(path: Path, name: str = "config") -> dict[str, Any]:
 def run_settings(values: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of the run that `values["checkpoint"]` belongs to; {} if there is none.
 
-    If `values` name any rows, all row keys of the run are left out.
+    If `values` name any rows, the run's row keys and its max_eval_samples are left out.
     """
     run = run_folder(str(values.get("checkpoint", "")))
     if run is None:
         return {}
     settings = read_settings(run / "config.yaml")
     replaced = ROW_KEYS | {"max_eval_samples"} if _named_rows(values) else set()
-    known = TrainConfig.model_fields.keys() - replaced  # no output path of a command
+    known = TrainConfig.model_fields.keys() - replaced  # not where a command writes (its `output`)
     return {key: value for key, value in settings.items() if key in known}
 
 
@@ -295,7 +295,7 @@ def settings_to_reproduce(values: dict[str, Any]) -> dict[str, Any]:
     if "dataset_name" in named:
         dropped |= FILE_KEYS
     output_dir = folder.with_name(f"{folder.name}_again")
-    known = TrainConfig.model_fields.keys() - dropped  # not the doctor's `json`
+    known = TrainConfig.model_fields.keys() - dropped  # not where the doctor writes (its `json`)
     kept = {key: value for key, value in settings.items() if key in known}
     return kept | {"output_dir": output_dir}
 

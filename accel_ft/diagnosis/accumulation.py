@@ -154,7 +154,7 @@ def recording(model: nn.Module | None = None) -> Iterator[list[str]]:
     patches = [
         recorder.noting(torch.autograd, "backward", recorder.backward),
         recorder.noting(torch.amp.GradScaler, "step", lambda _, one, *__: recorder.step(one)),
-        recorder.noting(LRScheduler, "_initial_step", lambda *_: None),  # hides a constructor's step
+        recorder.noting(LRScheduler, "_initial_step", lambda *_: None),  # hides __init__'s step
     ]
     if torch.distributed.is_available():  # gradients, or a copy, reduced by hand
         patches.append(recorder.noting(torch.distributed, "all_reduce", recorder.sum))

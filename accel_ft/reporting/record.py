@@ -1,4 +1,4 @@
-"""What a run left behind, read once: settings, receipt, events, predictions."""
+"""Read a run's folder once: settings, receipt, events, predictions, mistakes; and score them."""
 
 import json
 import logging

@@ -48,7 +48,7 @@ SAME_SIGNAL_SECONDS = 1.0  # a scheduler and a launcher both pass a signal on: i
 TICK_SECONDS = 0.5
 TELL_SECONDS = 1.0  # limit for a message to a terminal that may block
 GRACE_SECONDS = 2.0  # in which the main thread may notice another rank's end, and clean up
-SILENCE_SECONDS = 30.0  # no beat from another machine, at least: a shared file system may lag
+SILENCE_SECONDS = 30.0  # least silence of another machine that counts: shared folders may lag
 SAME_BIRTH_SECONDS = 5.0  # if creation times differ by more, the pid was reused
 SHARED_SECONDS = 60.0  # until one machine's write is visible on the others: NFS caches that long
 PATIENCE = timedelta(days=7)
