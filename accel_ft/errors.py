@@ -37,7 +37,7 @@ parent: tuple[int, list[str]]  # process id and command line, at start-up
 
 
 def _note_parent() -> None:
-    """Record the parent at import: it may be gone seconds later, when the libraries are loaded."""
+    """Record the parent at import or fork: it may be gone once libraries are loaded, in seconds."""
     global parent  # noqa: PLW0603
     told = os.environ.pop(PARENT, "")
     if told:

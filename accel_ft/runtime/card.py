@@ -42,7 +42,7 @@ def model_card(
     )
     own = settings.get(f"{split}_file") or settings.get("train_file")
     rows = own or settings.get("dataset_name") or "unknown"
-    # If not given, they may be split off the training rows: no split on the Hub holds just them.
+    # Rows not given may be split off the training rows: no split on the Hub holds just them.
     is_given = split == "test" or settings.get(f"{split}_file")
     results = [
         EvalResult(

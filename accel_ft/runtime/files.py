@@ -54,7 +54,7 @@ def writing(name: str) -> Iterator[Any]:
     place, final = Path(name), Path(name).resolve()
     in_place = place.exists() and not (place.is_file() and os.access(final.parent, os.W_OK))
     in_place |= name.startswith(("/dev/", "/proc/"))  # such as the shell's /dev/fd/63
-    how: Any = {"encoding": "utf-8", "errors": "backslashreplace"}  # surrogates, as in JSON
+    how: Any = {"encoding": "utf-8", "errors": "backslashreplace"}  # escapes surrogates like JSON
     if name == "-" and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(**how)
     if name == "-" or in_place:

@@ -109,7 +109,7 @@ def layer_classes(model: nn.Module) -> list[str]:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor; collective if it is a DTensor, of which each rank holds a shard."""
+    """Return the full tensor; collective if it is a DTensor, which the ranks hold in shards."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -20,7 +20,7 @@ def own_random_numbers() -> Iterator[None]:
     """Restore the random number generators of Python, numpy and torch on exit."""
     python, numpy = random.getstate(), np.random.get_state()
     has_gpus = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = range(torch.cuda.device_count() if has_gpus else 0)  # forking would start CUDA
+    devices = range(torch.cuda.device_count() if has_gpus else 0)  # reading states starts CUDA
     with torch.random.fork_rng(devices):
         try:
             yield

@@ -1,4 +1,4 @@
-"""Whether the Hub is reachable: one probe of seconds replaces five retries of every request."""
+"""Whether the Hub is reachable: one probe of a few seconds, not five retries of each request."""
 
 import contextlib
 import logging

@@ -38,5 +38,5 @@ def make_profiler(folder: Path, rank: int, num_steps: int) -> profile:
         schedule=schedule(wait=SKIPPED - 1, warmup=1, active=RECORDED, repeat=1),
         on_trace_ready=write,
         record_shapes=True,
-        acc_events=True,  # no effect on one cycle; else torch 2.11 warns
+        acc_events=True,  # no effect on our one cycle; without it torch 2.11 warns
     )

@@ -137,8 +137,8 @@ def _refuse_unheard_options(parser: Any, args: Any, kind: str) -> None:
 
 
 def _refuse_unheard_keys(file: str, yaml: Any, kind: str, args: Any) -> None:
-    """Refuse a section of the YAML that accelerate ignores, an unknown key in a section, and an
-    ignored key, unless the command line has the same value.
+    """Refuse a section of the YAML that accelerate ignores, an unknown key in one that it reads,
+    and an ignored key if the command line does not repeat its value.
 
     Raises:
         LaunchError: names it.
