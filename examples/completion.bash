@@ -1,9 +1,9 @@
-# Commands after -m, keys after `accelerate launch ... -m accel_ft.train --`, and after `python -m accel_ft.predict --`:
+# Completes commands after -m, and keys, as after `accelerate launch ... -m accel_ft.train --` or `python -m accel_ft.predict --`:
 #   source examples/completion.bash    (bash and zsh)
 if [[ -n ${ZSH_VERSION:-} ]]; then
     type compdef >/dev/null || { autoload -U compinit && compinit; }
     autoload -U bashcompinit && bashcompinit
-else # what completed these before goes on with all that is not ours
+else # earlier completions of these programs stay in use for everything else
     for _accel_ft_name in accelerate python python3; do
         for _accel_ft_load in _comp_load _completion_loader; do
             declare -F $_accel_ft_load >/dev/null && $_accel_ft_load $_accel_ft_name &>/dev/null && break
@@ -31,7 +31,7 @@ _accel_ft() {
     fi
     local keys="_accel_ft_${command##*.}"
     eval "known=\$$keys"
-    if [[ -z $known ]]; then # asked once a shell
+    if [[ -z $known ]]; then # once per shell
         [[ $python == *accelerate ]] && python=python3
         known=$("$python" -m "$command" --help 2>/dev/null | grep -o -- '^ *--[a-z_]*' | tr -d ' ' | sort -u)
         eval "$keys=\$known"
