@@ -1,4 +1,4 @@
-"""Label texts from Python with what a run left behind.
+"""Label texts from Python with a run's model, or with the newest checkpoint of an unfinished run.
 
 python examples/inference.py runs/quickstart ["TEXT" ...]
 """
@@ -19,14 +19,14 @@ texts = sys.argv[2:] or [
 
 final = Path(run, "model")
 if final.is_dir():
-    # A finished run holds a plain Hugging Face model: nothing of accel_ft is needed to open it.
+    # A finished run has a plain Hugging Face model: opening it needs nothing of accel_ft.
     classifier = pipeline("text-classification", model=str(final))
 else:
-    # One that is still training has checkpoints: the newest sound one, of any strategy.
+    # An unfinished run has checkpoints: this opens the newest sound one, of any strategy.
     opened = open_classifier(run, torch.device("cpu"))
     classifier = pipeline("text-classification", model=opened.model, tokenizer=opened.tokenizer)
 
-# A pipeline does not know by itself at how many tokens the texts were cut.
+# A pipeline does not know the length at which texts were cut in training.
 cut = {"truncation": True, "max_length": classifier.model.config.max_seq_length}
 predictions = classifier(texts, **cut)
 for text, prediction in zip(texts, predictions, strict=True):
