@@ -1,9 +1,9 @@
 """What the plan costs as the data grow: python examples/benchmarks/growth.py [--samples N ...]
 
-For each number of samples, in a process of its own: seconds to make the plan and have its first
-batch, seconds to have a batch from the middle of epoch 2 (a resume), milliseconds a batch over the
-next 1,000, and the memory that took. The lengths are a hash of the sample id, as a memory map
-would give them: asked for by id, never all at once.
+For each number of samples, in a separate process: seconds to make the plan and its first batch,
+seconds to a batch in the middle of epoch 2 (as in a resume), milliseconds per batch over the next
+1,000, and the memory used. Lengths are a hash of the sample id. As with a memory map, they are
+looked up by id, never all at once.
 """
 
 import argparse
@@ -20,17 +20,17 @@ GLOBAL_BATCH, BATCHES = 32, 1000
 
 
 def lengths(ids: Ids) -> Ids:
-    """Return 8 to 128 tokens, by id."""
+    """Return the length of each sample, 8 to 128 tokens, from its id."""
     return (8 + mix(ids.astype(np.uint64)) % np.uint64(121)).astype(np.int64)
 
 
 def memory() -> int:
-    """Bytes this process had at its worst."""
+    """Return this process's peak memory in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def measure(num_samples: int) -> str:
-    """Return a line of the table."""
+    """Measure one number of samples; return its row of the table."""
     before = memory()
     start = time.perf_counter()
     plan = Plan(num_samples, GLOBAL_BATCH, 42, lengths)
