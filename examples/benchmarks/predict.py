@@ -3,8 +3,8 @@
 python examples/benchmarks/predict.py --checkpoint runs/quickstart/model [--input ROWS.csv]
     [--turns 5]
 
-Each runs in a process of its own, in turn (A B A B ...), in float32. The time is that from the open
-model to the last label: reading, tokenising and labelling, the start of Python left out for both.
+Each runs in a separate process, in turn (A B A B ...), in float32. The time is from the loaded
+model to the last label: reading, tokenising and labelling, without the start of Python.
 """
 
 import argparse
@@ -21,7 +21,7 @@ SAMPLE = ROOT / "examples/data/news_sample/validation.csv"
 
 
 def ours(checkpoint: str, rows: str) -> tuple[float, list[str]]:
-    """Seconds and labels of `accel_ft.predict`'s own parts."""
+    """Label the rows with the parts of `accel_ft.predict`; return the seconds and the labels."""
     from accel_ft.config import PredictConfig
     from accel_ft.predict import Predictor, open_rows
     from accel_ft.runtime.launch import make_accelerator
@@ -34,7 +34,7 @@ def ours(checkpoint: str, rows: str) -> tuple[float, list[str]]:
 
 
 def theirs(checkpoint: str, rows: str) -> tuple[float, list[str]]:
-    """Seconds and labels of a pipeline that is given the texts one after the other."""
+    """Label the rows with a pipeline that reads the texts one by one; return the same."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
@@ -45,7 +45,7 @@ def theirs(checkpoint: str, rows: str) -> tuple[float, list[str]]:
     start = time.perf_counter()
     with open(rows, newline="", encoding="utf-8") as file:
         texts = (row["text"] for row in csv.DictReader(file))
-        longest = getattr(model.config, "max_seq_length", None)  # as a run's model was trained
+        longest = getattr(model.config, "max_seq_length", None)  # the length a run trained with
         found = classify(texts, batch_size=32, truncation=True, max_length=longest)
         labels = [each["label"] for each in found]
     return time.perf_counter() - start, labels
