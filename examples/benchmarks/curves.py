@@ -1,12 +1,12 @@
-"""One curve: how far the per-update loss and gradient norm are from those of one process, under
-every split.
+"""One curve: how far each update's loss and gradient norm are from those of one process without
+accumulation, however the batch is split.
 
 python examples/benchmarks/curves.py [--train_file ROWS.csv] [--text_column text] [--label_column
 label]
 
-{1 process, DDP 2, FSDP2 2, DDP 4} x {1, 2, 4 accumulation steps} at a global batch of 16, fp32,
-dropout 0, two epochs of 330 rows (42 updates, two of them short); beside it the Hugging Face
-Trainer at 1, 2 and 4 accumulation steps.
+{1 process, DDP 2, FSDP2 2, DDP 4} x {1, 2, 4 accumulation steps}: global batch 16, fp32, dropout 0,
+two epochs of 330 rows (42 updates, two of them with fewer rows). For comparison, the Hugging Face
+Trainer with 1, 2 and 4 accumulation steps.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def still_model(folder: Path) -> Path:
 def ours(
     options: argparse.Namespace, model: Path, strategy: str, accumulation: int, run: Path
 ) -> tuple[Curve, str]:
-    """Train; return the curve and the hash of the sample order."""
+    """Train with accel_ft; return the curve and the hash of the sample order."""
     config, ranks = STRATEGIES[strategy]
     keys = {
         "model_name_or_path": model,
@@ -90,7 +90,7 @@ def ours(
 
 
 def trainer(options: argparse.Namespace, model: Path, accumulation: int, output_dir: Path) -> Curve:
-    """The same job by the Hugging Face Trainer, which pads, orders and averages in its own way."""
+    """Train with the Hugging Face Trainer, which pads, orders and averages its own way."""
     import torch
     from transformers import (
         AutoModelForSequenceClassification,
@@ -143,7 +143,7 @@ def trainer(options: argparse.Namespace, model: Path, accumulation: int, output_
 
 
 def difference(curve: Curve, reference: Curve) -> str:
-    """Greatest relative difference over all updates, of loss and of gradient norm."""
+    """Return the largest relative difference over all updates, of loss and of gradient norm."""
     assert len(curve) == len(reference)
     worst = [
         max(abs(a[i] - b[i]) / max(abs(b[i]), 1e-12) for a, b in zip(curve, reference, strict=True))
