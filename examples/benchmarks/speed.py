@@ -1,25 +1,26 @@
-"""Samples per second against the Hugging Face Trainer, at the same model, rows, global batch and
-epochs.
+"""Samples per second compared with the Hugging Face Trainer, for the same model, rows, global batch
+and epochs.
 
 python examples/benchmarks/speed.py [--turns 5] [--train_file ROWS.csv --test_file ROWS.csv]
     [--max_train_samples N] [--max_seq_length N] [--mixed_precision bf16|no] [--model FOLDER]
     [--random CONFIG] [--warm] [--only NAME ...]
 
-Every contestant runs in a process of its own, in turn (A B C ... A B C ...); with --warm, for a GPU
-that trains faster than its libraries load, all in one:
+The contestants run in turn (A B C ... A B C ...), each in a separate process; with --warm, all in
+one process, for a GPU, where loading the libraries takes longer than training:
 
-    ours      accelerate launch -m accel_ft.train, everything at its default
+    ours      accelerate launch -m accel_ft.train, with defaults
     tuned     the Trainer with mixed precision, length grouping and fused AdamW
-    memory    the same with the allocator and the settings that ours has
+    memory    the same with our allocator and allocator settings
     shipped   the Trainer as run_classification.py sets it up: float32, all padded to one length
-    bare      a PyTorch loop over the same batches as ours, with nothing around it
+    bare      a plain PyTorch loop over the same batches as ours
 
-Prints a table and writes speed.json and, where matplotlib is installed, speed.png into --output.
-The time is that of the training loop: from the first batch to the last update, checkpoints of ours
-before that included (the Trainer makes none), evaluations not. `of peak` is the arithmetic of real
-tokens as a share of what a matrix product of 2048 x 2048 reaches in the same run; that of every
-token in every layer of BERT's kind for all, though ours and the bare loop compute the first alone
-in the last.
+Prints a table, and writes speed.json and, if matplotlib is installed, speed.png into --output.
+
+The time is that of the training loop, from the first batch to the last update. It includes our
+checkpoints before the last update (the Trainer saves none), but no evaluations. `of peak` is the
+arithmetic of real tokens as a share of what a matrix product reaches in the same run (2048 x 2048
+on a CPU, 8192 x 8192 on a GPU). It counts every token in every layer of a BERT-like encoder for all
+contestants, although ours and the bare loop compute only the first token in the last layer.
 """
 
 import argparse
@@ -42,7 +43,7 @@ CONTESTANTS = ("ours", "tuned", "memory", "shipped", "bare")
 
 
 def prepare(options: argparse.Namespace, folder: Path) -> Path:
-    """Write the job that all contestants read; return its file."""
+    """Write the job file that all contestants read; return its path."""
     from accel_ft.config import TrainConfig
     from accel_ft.data.splits import load_splits
     from accel_ft.model import load
@@ -71,7 +72,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> Path:
     hidden, layers = config.hidden_size, config.num_hidden_layers
     inner = getattr(config, "intermediate_size", 4 * hidden)
     per_token = 2 * layers * (4 * hidden**2 + 2 * hidden * inner)  # the layers' matrices
-    attention = 4 * layers * hidden  # times T: scores and their products with the values
+    attention = 4 * layers * hidden  # times T (tokens): scores, and their products with the values
     flops = 3 * (per_token * lengths + attention * lengths**2)  # backward is twice forward
     about = {
         "job": job,
@@ -87,7 +88,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> Path:
 
 
 def random_model(settings: dict[str, Any], tokenizer: str, folder: Path) -> Path:
-    """Write an encoder with random weights, of a configuration of transformers."""
+    """Write an encoder with random weights; `settings` are of its transformers configuration."""
     from transformers import AutoConfig, AutoModel, AutoTokenizer
 
     words = AutoTokenizer.from_pretrained(tokenizer)
@@ -98,7 +99,7 @@ def random_model(settings: dict[str, Any], tokenizer: str, folder: Path) -> Path
 
 
 def compete(name: str, job_file: Path, seed: int, warm: bool) -> dict[str, Any]:
-    """Run one contestant, in a process of its own unless `warm`; return what it measured."""
+    """Run one contestant, in a separate process unless `warm`; return what it measured."""
     from accel_ft.runtime.memory import better_malloc
 
     about = json.loads(job_file.read_text())
@@ -119,13 +120,13 @@ def compete(name: str, job_file: Path, seed: int, warm: bool) -> dict[str, Any]:
 
 
 def train_ours(about: dict[str, Any], seed: int, warm: bool) -> dict[str, Any]:
-    """Train as a user does; read the run's own events."""
+    """Train with accel_ft; take the figures from the run's own events."""
     with tempfile.TemporaryDirectory() as scratch:
         run = Path(scratch) / "run"
         job = about["job"]
         keys = {**job, "seed": seed, "output_dir": run}
         words = [w for k, v in keys.items() if v is not None for w in (f"--{k}", str(v))]
-        first_step = None  # of a start that is none
+        first_step = None  # not measured without a start
         if warm:
             fit_here(words, about["precision"])
         else:
@@ -160,7 +161,7 @@ def fit_here(words: list[str], precision: str) -> None:
 
 
 def launch(words: list[str], about: dict[str, Any], run: Path) -> float:
-    """Train by `accelerate launch`; return the seconds to the first step."""
+    """Train with `accelerate launch`; return the seconds to the first step."""
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     command += ["--config_file", about["strategy"], "--mixed_precision", about["precision"]]
     beat, first_step = run / "ranks" / "rank_00000.json", 0.0
@@ -181,19 +182,19 @@ def launch(words: list[str], about: dict[str, Any], run: Path) -> float:
 
 
 def contestant(name: str, job_file: Path, seed: int, started: float) -> None:
-    """Train in this process, and print what was measured as JSON."""
+    """Train in this process, and print the measurements as JSON."""
     print(json.dumps(run_other(name, json.loads(job_file.read_text()), seed, started)))
 
 
 def run_other(name: str, about: dict[str, Any], seed: int, started: float) -> dict[str, Any]:
-    """Train with a contestant that is not ours."""
+    """Train with another contestant than ours."""
     return (bare if name == "bare" else trainer)(name, about, seed, started)
 
 
 def bare(  # noqa: PLR0915
     name: str, about: dict[str, Any], seed: int, started: float
 ) -> dict[str, Any]:
-    """A plain PyTorch loop over our batches."""
+    """Train with a plain PyTorch loop over our batches."""
     import torch
 
     from accel_ft.config import TrainConfig
@@ -264,7 +265,7 @@ def bare(  # noqa: PLR0915
 
 
 def trainer(name: str, about: dict[str, Any], seed: int, started: float) -> dict[str, Any]:
-    """The Hugging Face Trainer: `shipped`, `tuned`, or `memory`."""
+    """Train with the Hugging Face Trainer; `name` is shipped, tuned or memory."""
     import datasets
     import torch
     from transformers import (
@@ -299,7 +300,7 @@ def trainer(name: str, about: dict[str, Any], seed: int, started: float) -> dict
             texts.append(text)
             labels.append(names.index(label))
         table = datasets.Dataset.from_dict({"text": texts, "label": labels})
-        if split == "train":  # the rows that ours draws: what few rows teach depends on them
+        if split == "train":  # the rows that ours draws: with few rows, accuracy depends on which
             table = table.select(ours.train.ids(np.arange(len(ours.train))))
         return table.map(
             lambda batch: tokenizer(
@@ -369,8 +370,8 @@ def trainer(name: str, about: dict[str, Any], seed: int, started: float) -> dict
 
 
 def matrix_rate(precision: str) -> float:
-    """Floating-point operations a second of a 2048 x 2048 matrix product, in a process of its
-    own.
+    """Return the floating-point operations per second of a matrix product, 2048 x 2048 on a CPU and
+    8192 x 8192 on a GPU, measured in a separate process.
     """
     code = f"""
 import time, torch
@@ -394,7 +395,7 @@ print(sorted(rates)[-2])
 
 
 def summarise(about: dict[str, Any], results: dict[str, list[dict[str, Any]]], rate: float) -> Any:
-    """Return a row of figures for each contestant; ratios turn by turn, ours over the other."""
+    """Return a row of figures for each contestant; a turn's ratio is its seconds over ours."""
     table = {}
     for name, turns in results.items():
         seconds = [turn["seconds"] for turn in turns]
@@ -498,14 +499,14 @@ def main() -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     where = {"date": f"{date.today()}", "machine": about_machine(device)} | about_program()
-    for name, value in better_malloc().items():  # of ours, not of this process
+    for name, value in better_malloc().items():  # that of ours, not of this process
         where["machine"]["malloc"] = f"{name}={value}"
     if options.config_file is None:
         kind = "gpu" if device.type == "cuda" else "cpu"
         options.config_file = ROOT / f"accelerate_configs/{kind}.yaml"
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in options.only}
     with tempfile.TemporaryDirectory() as scratch:
-        os.environ["HF_HOME"] = scratch  # each start of ours has an empty cache of its own
+        os.environ["HF_HOME"] = scratch  # each start of ours gets an empty cache
         job = prepare(options, Path(scratch))
         about = json.loads(job.read_text())
         rate = matrix_rate("bfloat16" if options.mixed_precision == "bf16" else "float32")
