@@ -232,8 +232,8 @@ def set_aside(checkpoints: Iterable[Path], why: str) -> None:
 
 
 def has_leftovers(root: Path) -> bool:
-    """Return whether killed runs left folders here that are unpublished or half removed."""
-    return any(any(root.glob(f"{prefix}*")) for prefix in (STAGING_PREFIX, SEALED_PREFIX))
+    """Return whether killed runs left unpublished checkpoints here."""
+    return any(any(root.glob(f"{kind}step_*")) for kind in (STAGING_PREFIX, f"{SEALED_PREFIX}*-"))
 
 
 def remove_leftovers(root: Path) -> None:

@@ -87,8 +87,9 @@ def dataset_tensors(loader: DataLoader[Any]) -> Finding:
             "yield tensors on the CPU and move each batch (accelerate's loader does), or "
             "num_workers=0",
         )
-    copied = [words for part in held if (words := _copied(part, loader))]
-    if copied and workers > 0:
+    # Asked only if there are workers: it fixes the process's start method.
+    copied = [words for part in held if (words := _copied(part, loader))] if workers > 0 else []
+    if copied:
         return Verdict.WARN(
             f"each of {workers} workers copies {listed(copied)}",
             "a tensor, or a memory-mapped file (numpy.memmap, Arrow) that each worker opens itself",

@@ -437,6 +437,7 @@ def test_latest_where_the_checkpoints_were_taken_away(
         train.main([*words, "--max_steps", "2"])
         assert "starting from the beginning" in capsys.readouterr().err
         return
+    (run / "checkpoints/.staging-removed-step_00000001").mkdir(parents=True)  # was pruned
     with pytest.raises(CheckpointError, match=f"at update {first} already.*not mounted"):
         train.main(words)
     assert (run / "metrics.jsonl").read_text() == written

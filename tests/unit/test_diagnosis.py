@@ -7,6 +7,8 @@ import math
 import os
 import random
 import re
+import subprocess
+import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from itertools import repeat
@@ -1050,3 +1052,15 @@ def test_the_doctors_own_rows_have_labels_of_their_own(tmp_path: Path) -> None:
     watch = SimpleNamespace(rank=0, num_ranks=1, first=lambda _: contextlib.nullcontext())
     wanted = TrainConfig(metric_for_best_model="per_class.World.f1", output_dir=tmp_path)
     assert job._probe(wanted, tmp_path, watch).metric_for_best_model is None
+
+
+def test_a_look_at_a_loader_leaves_the_start_method_open() -> None:
+    """A program may still choose spawn after it."""
+    code = (
+        "import multiprocessing, torch\n"
+        "from torch.utils.data import DataLoader\n"
+        "from accel_ft.diagnosis import tensors\n"
+        "tensors.dataset_tensors(DataLoader([torch.ones(2)] * 4))\n"
+        "multiprocessing.set_start_method('spawn')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
