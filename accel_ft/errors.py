@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 
 DOCTOR = "`-m accel_ft.doctor` in place of `-m accel_ft.train` finds what is wrong with a set-up"
+GUESSED_NAMES, GUESSED_CHARACTERS = 1000, 100  # at most, for a suggestion
 LONGEST = 500  # characters shown of a library's message, or of a value
 EXIT_USER_ERROR = 2
 EXIT_PREEMPTED = 75
@@ -102,8 +103,13 @@ class Preempted(Exception):
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return ' Did you mean `x`?' for the closest of `known`, or ''."""
-    close = get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    """Return ' Did you mean `x`?' for the closest of `known`, or ''. No guess among many names, or
+    for a long one: each comparison takes time by the product of two lengths.
+    """
+    names = [name for name in known if len(name) <= GUESSED_CHARACTERS]
+    if len(names) > GUESSED_NAMES or len(word) > GUESSED_CHARACTERS:
+        return ""
+    close = get_close_matches(word, names, n=1, cutoff=cutoff)
     return f" Did you mean `{close[0]}`?" if close else ""
 
 

@@ -308,10 +308,14 @@ class _Search:
                 command, stdout=log, stderr=log, env=os.environ | share, start_new_session=True
             )
         events, told, is_pruned, is_at_work = folder / "metrics.jsonl", 0, False, True
+        size = -1
         try:
             while is_at_work and not is_pruned and not self.interrupted_at:
                 time.sleep(POLL_SECONDS)
                 is_at_work = process.poll() is None
+                size, before = events.stat().st_size if events.exists() else 0, size
+                if size == before:
+                    continue
                 for event in islice(read_events(events, "eval"), told, None):
                     told += 1  # Optuna's step: updates differ with the batch size
                     value = self.job.best_value(event, "eval_")

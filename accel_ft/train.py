@@ -246,6 +246,9 @@ def _say_farewell(config: TrainConfig, events: list[dict[str, Any]]) -> None:
     tuned = " (thresholds are tuned on them)" * has_thresholds
 
     def shown(event: dict[str, Any], prefix: str) -> str:
+        label = config.best_label
+        if label is not None and not event[f"{prefix}per_class"][label]["support"]:
+            return "no row has that label"
         value = config.best_value(event, prefix)
         return "NaN" if math.isnan(value) else f"{value:.4f}"
 

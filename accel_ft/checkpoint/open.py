@@ -1,5 +1,6 @@
 """Open anything that a user calls a checkpoint as a classifier ready to predict."""
 
+import contextlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import broadcast_object_list, parse_flag_from_env
+from accelerate.utils import broadcast_object_list
 from numpy.typing import NDArray
 
 from accel_ft.checkpoint import convert, state, transaction
-from accel_ft.errors import CheckpointError, ConfigError
+from accel_ft.errors import CheckpointError, ConfigError, listed
 from accel_ft.model import adapters, load
 from accel_ft.model.first_token import compute_first_token_only
+from accel_ft.runtime import fsdp
 from accel_ft.runtime.compiled import is_compiled
 from accel_ft.runtime.guest import own_random_numbers
 from accel_ft.runtime.logging import read_events
@@ -71,9 +73,22 @@ class Classifier:
 
     @property
     def thresholds(self) -> NDArray[np.float64] | None:
-        """Multi-label only: the probability from which each label counts as predicted, [C]."""
-        thresholds = getattr(self.model.config, "thresholds", None)
-        return None if thresholds is None else np.array(thresholds, np.float64)
+        """Multi-label only: the probability from which each label counts as predicted, [C].
+
+        Raises:
+            ConfigError: config.json has not one number for each label.
+        """
+        wanted = getattr(self.model.config, "thresholds", None)
+        if wanted is None or self.problem_type != "multi_label_classification":
+            return None
+        with contextlib.suppress(TypeError, ValueError):
+            thresholds = np.array(wanted, np.float64)
+            if thresholds.shape == (len(self.label_names),) and np.isfinite(thresholds).all():
+                return thresholds
+        raise ConfigError(
+            f"checkpoint={self.folder}: `thresholds` in its config.json is no list of one number "
+            f"per label. Allowed: {len(self.label_names)}, for {listed(self.label_names)}"
+        )
 
 
 def open_classifier(checkpoint: str, device: torch.device) -> Classifier:
@@ -89,7 +104,7 @@ def open_classifier(checkpoint: str, device: torch.device) -> Classifier:
     compute_first_token_only(model)
     if is_compiled():
         logger.warning("compile is for training: labels are computed without it")
-    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
+    if fsdp.is_asked_for():
         logger.warning("FSDP is for training: each process holds the whole model")
     return Classifier(folder, model, tokenizer, names)
 
@@ -144,6 +159,8 @@ def model_folder(path: str) -> str:
     folder = Path(path)
     if (folder / transaction.MANIFEST).is_file():
         state.check(folder)
+    elif (folder / "config.json").is_file():
+        return path
     elif (folder / "model" / "config.json").is_file():
         return str(folder / "model")
     elif (folder / "checkpoints").is_dir():

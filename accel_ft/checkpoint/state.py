@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from accel_ft.checkpoint import convert, transaction, trust
 from accel_ft.config import FIXED, TrainConfig
-from accel_ft.errors import CheckpointError, in_one_line
+from accel_ft.errors import CheckpointError, in_one_line, listed
 from accel_ft.runtime.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -289,6 +289,9 @@ def check_same_run(
         if there == here or (key in allowed and can_differ):
             continue
         told = f"{key}: {there!r} in the checkpoint, {here!r} in this job"
+        if key == "labels" and there is not None and len(there) == len(here):
+            others = [f"{a!r} was {b!r}" for a, b in zip(here, there, strict=True) if a != b]
+            told = f"labels: {listed(others, 10)}"
         if not can_differ:
             told += " (other parameters, or groups of them: this cannot be allowed)"
         told += ABOUT.get(key, "").format(there)

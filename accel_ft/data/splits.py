@@ -30,6 +30,7 @@ RARE = 10
 COMPARED_TEXTS = 1_000_000
 PROBED_TEXTS, MUCH_UNKNOWN = 1000, 0.3
 LABELS_TOLD = 20
+MANY_REPEATS = 5  # times the rows, from which an oversampled epoch is warned of
 WHOLE = re.compile(r"-?[0-9]+\.0")
 SEPARATORS = "|;,/"
 SPLIT_KEY = combine_key(0xACCE1F7)  # fixed: all seeds train on the same rows
@@ -56,12 +57,20 @@ class Split:
         return self.stop - self.start if self.repeated is None else len(self.repeated)
 
     def oversample(self) -> None:
-        """Repeat rows of rarer labels until all that occur are equally frequent; 8 bytes a row."""
+        """Repeat rows of rarer labels until all that occur are equally frequent; 8 bytes for each
+        row and each repeat.
+        """
         # Shuffled: a file's first rows, which the last partial repeat takes, may be alike.
         places = permute(np.arange(len(self), dtype=np.int64), len(self), SPLIT_KEY)
         labels = self.labels(places)
-        by_label = [places[labels == label] for label in np.unique(labels)]
-        most = max(map(len, by_label))
+        _, counts = np.unique(labels, return_counts=True)
+        by_label = np.split(places[labels.argsort(kind="stable")], counts.cumsum()[:-1])
+        most, factor = counts.max(), len(counts) * counts.max() / len(places)
+        if factor > MANY_REPEATS:
+            logger.warning(
+                "oversampling=balanced: an epoch is %.0f times as long as without it. Fix: "
+                "max_steps, or class_weights in its place", factor,
+            )  # fmt: skip
         self.repeated = np.concatenate([np.resize(rows, most) for rows in by_label])
 
     def ids(self, places: Ids) -> Ids:
@@ -404,7 +413,7 @@ def class_weights(
     else:
         raise ConfigError(
             f"class_weights={wanted}: {len(wanted)} weights for {len(names)} labels, "
-            f"in this order: {', '.join(names)}"
+            f"in this order: {listed(names, LABELS_TOLD)}"
         )
     pairs = [f"{name} {weight:.3g}" for name, weight in zip(names, weights, strict=True)]
     logger.info("weights in the loss: %s", listed(pairs, LABELS_TOLD))

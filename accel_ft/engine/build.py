@@ -165,10 +165,10 @@ def _graphs(
 
 def _warn_of_other_labels(config: TrainConfig, names: list[str], known: list[str]) -> None:
     if len(known) == len(names) and known != names and config.problem_type != "regression":
-        pairs = ", ".join(f"{a} -> {b}" for a, b in zip(known, names, strict=True))
+        pairs = [f"{a} -> {b}" for a, b in zip(known, names, strict=True) if a != b]
         logger.warning(
             "the head of %s is kept, though it was trained for other labels: %s",
-            config.model_name_or_path, pairs,
+            config.model_name_or_path, listed(pairs, 10),
         )  # fmt: skip
 
 

@@ -167,6 +167,7 @@ def start_or_resume(run: Run) -> None:
             f"resume_from_checkpoint={wanted}: {run.checkpoints} holds later ones, up to "
             f"{later[-1].name}. Fix: another output_dir, or remove them yourself"
         )
+    saves_first = is_elsewhere or (run.config.on_nonfinite == "rollback" and run.step == 0)
     run.watch.barrier()  # rank 0 changes the folder only after all ranks have read it
     run.trackers.start(run.config, run.step)
     _announce(run)
@@ -174,7 +175,7 @@ def start_or_resume(run: Run) -> None:
         transaction.make_root(run.checkpoints)
         transaction.set_aside([*lost, *later], "passed over")
         transaction.remove_leftovers(run.checkpoints)
-        _check_space(run)
+        _check_space(run, saves_first)
         # First, so that the run no longer counts as finished, whenever it is killed from here on.
         run.events.rewind(run.step, run.eval_is_due, run.passed_over)
         _write_config_and_receipt(run)
@@ -184,7 +185,7 @@ def start_or_resume(run: Run) -> None:
         if run.step > 0:
             run.events.write("resume", step=run.step, num_processes=accelerator.num_processes)
     run.watch.barrier()
-    if is_elsewhere or (run.config.on_nonfinite == "rollback" and run.step == 0):
+    if saves_first:
         run.save()  # to roll back to, or to resume from
 
 
@@ -192,9 +193,10 @@ def _announce(run: Run) -> None:
     accelerator, rows = run.accelerator, len(run.splits.train)
     size = min(run.plan.global_batch_size, rows)
     if size < run.plan.global_batch_size:
+        scaled = ", and lr_scaling goes by a batch that never occurs"
         logger.warning(
-            "global_batch_size=%d: more than the %d training rows, so an epoch is one update",
-            run.plan.global_batch_size, rows,
+            "global_batch_size=%d: more than the %d training rows, so an epoch is one update%s",
+            run.plan.global_batch_size, rows, scaled * (run.config.lr_scaling != "none"),
         )  # fmt: skip
     logger.info(
         "training: %d rows, %d updates of %d samples (%d an epoch; %d done), ranks x accumulation "
@@ -207,15 +209,19 @@ def _announce(run: Run) -> None:
     )  # fmt: skip
 
 
-def _check_space(run: Run) -> None:
+def _check_space(run: Run, saves_first: bool) -> None:
     """Check that the disk has room for the checkpoints that this start adds, and the final model.
+
+    Args:
+        run: about to start.
+        saves_first: whether it saves before its first update.
 
     Raises:
         CheckpointError: it has not enough.
     """
     there = len(transaction.list_published(run.checkpoints))
-    updates, per_epoch = run.num_steps - run.step, run.plan.steps_per_epoch
-    wanted = checkpoint_bytes(run, run.config, updates, per_epoch, there)
+    left = range(run.step + 1, run.num_steps + 1)
+    wanted = checkpoint_bytes(run, run.config, left, run.plan.steps_per_epoch, there, saves_first)
     free = shutil.disk_usage(run.checkpoints).free  # may be its own mount
     if free < wanted:
         raise CheckpointError(
@@ -226,19 +232,29 @@ def _check_space(run: Run) -> None:
 
 
 def checkpoint_bytes(
-    run: Run, config: TrainConfig, updates: int, steps_per_epoch: int, there: int = 0
+    run: Run,
+    config: TrainConfig,
+    left: range,
+    steps_per_epoch: int,
+    there: int = 0,
+    saves_first: bool = False,
 ) -> int:
     """Return the bytes of the new checkpoints that will exist at once, and of the final model.
 
     Args:
         run: gives the sizes of the model.
         config: of the job, not `run.config`: the doctor's runs are shorter.
-        updates: still to be made.
+        left: the updates still to be made, by number.
+        steps_per_epoch: of the job.
         there: number of checkpoints that exist already.
+        saves_first: whether there is a checkpoint before the first update.
     """
-    saves = math.ceil(updates / config.save_steps) + 1  # there may be one at the start
-    if config.load_best_model_at_end:
-        saves += math.ceil(updates / (config.eval_steps or steps_per_epoch))
+    periods = [config.save_steps]
+    if config.load_best_model_at_end:  # each evaluation may be the best
+        periods.append(config.eval_steps or steps_per_epoch)
+    saves = saves_first + sum(
+        step == left[-1] or any(step % period == 0 for period in periods) for step in left
+    )
     if config.save_total_limit is not None:  # one more while the newest is written
         at_once = config.save_total_limit + 1 + config.load_best_model_at_end
         saves = max(min(saves, at_once - there), 0)

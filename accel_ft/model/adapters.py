@@ -12,7 +12,15 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from accel_ft.config import TrainConfig
-from accel_ft.errors import CheckpointError, ConfigError, in_one_line, listed, nearest, require
+from accel_ft.errors import (
+    CheckpointError,
+    ConfigError,
+    first_line,
+    in_one_line,
+    listed,
+    nearest,
+    require,
+)
 from accel_ft.model import load
 from accel_ft.runtime.guest import without_bars
 
@@ -190,7 +198,8 @@ def merged(
     except ConfigError as error:
         raise ConfigError(
             f"base_model_name_or_path={name}: the adapters' pretrained model cannot be had here. "
-            f"Fix: the folder that the run was started in, or the model where it was ({error})"
+            "Fix: the folder that the run was started in, or the model where it was "
+            f"({first_line(error)})"
         ) from error
     for part, known in pretrained.items() if found else ():
         now = found.get(part, "not there")

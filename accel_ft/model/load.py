@@ -4,6 +4,7 @@ import importlib.util
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from accel_ft.config import METRICS
 from accel_ft.data.tokenize import INPUTS, has_types_of_single_texts, keep_no_truncation
 from accel_ft.errors import CheckpointError, ConfigError, in_one_line, listed, nearest
 from accel_ft.model.embedding import word_embedding
@@ -215,6 +217,16 @@ def load_parts(folder: str) -> tuple[Any, Any, list[str]]:
             f"checkpoint={folder}: is no sequence classifier but {config.architectures}. "
             "Fix: a run, a checkpoint, or train it first"
         )
+    if config.problem_type not in (None, *METRICS):
+        raise ConfigError(
+            f"checkpoint={folder}: its config.json has problem_type {config.problem_type!r}. "
+            f"Allowed: {', '.join(METRICS)}"
+        )
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ConfigError(
+            f"checkpoint={folder}: several of its labels are called {listed(twice)}. "
+            "Fix: id2label in its config.json"
+        )
     return config, tokenizer, names
 
 
@@ -235,6 +247,7 @@ def load_model_config(folder: str, key: str = "model_name_or_path", **settings: 
 
     config = _from_pretrained(key, folder, AutoConfig.from_pretrained, **settings)
     config.return_dict = True
+    config.output_attentions = config.output_hidden_states = False  # nobody reads them
     config.get_text_config().use_cache = False  # of keys and values, for generation only
     if getattr(config, "attention_type", None) == "block_sparse":  # BigBird's
         config.attention_type = "original_full"

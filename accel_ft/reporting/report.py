@@ -19,6 +19,7 @@ from accel_ft.runtime.files import refuse_links, write_whole
 from accel_ft.runtime.logging import MEASURED
 
 MISTAKES_SHOWN, CONFUSIONS_SHOWN, TEXT_SHOWN = 40, 20, 2000
+DRAWN_AT_MOST = 300  # labels of a confusion matrix
 DPI = 130
 
 
@@ -114,10 +115,14 @@ def _about_predictions(record: Record) -> dict[str, Any]:
     about: dict[str, Any] = {}
     if labels.ndim == 1:
         predicted = logits.argmax(axis=1)
-        matrix = confusion_matrix(labels, predicted, len(names))
-        hits, present, chosen = np.diag(matrix), matrix.sum(axis=1), matrix.sum(axis=0)
+        hits, present, chosen = (
+            np.bincount(each, minlength=len(names))
+            for each in (labels[labels == predicted], labels, predicted)
+        )
         confidence = by_blocks(lambda some: softmax(some).max(axis=1), logits)
-        about |= {"confusion": (matrix, names), "confusions": _confusions(matrix, names)}
+        if len(names) <= DRAWN_AT_MOST:
+            about["confusion"] = confusion_matrix(labels, predicted, len(names)), names
+        about["confusions"] = _confusions(labels, predicted, names)
         about["reliability"] = calibration(confidence, predicted == labels)
     else:
         probabilities, actual = sigmoid(logits), labels > 0.5
@@ -133,14 +138,15 @@ def _about_predictions(record: Record) -> dict[str, Any]:
 
 
 def _confusions(
-    matrix: NDArray[np.int64], names: Sequence[str]
+    labels: NDArray[np.int64], predicted: NDArray[np.int64], names: Sequence[str]
 ) -> list[tuple[str, str, int, float]]:
     """Return the most frequent confusions: label, prediction, rows, share of the label's rows."""
-    wrong = matrix * (1 - np.eye(len(names), dtype=np.int64))
-    largest = np.argsort(-wrong, axis=None, kind="stable")[:CONFUSIONS_SHOWN]
-    places = np.transpose(np.unravel_index(largest, wrong.shape)).tolist()
+    pairs = np.stack([labels, predicted], axis=1)[labels != predicted]
+    found, counts = np.unique(pairs, axis=0, return_counts=True)
+    present = np.bincount(labels, minlength=len(names))
     return [
-        (names[label], names[predicted], count, count / matrix[label].sum())
-        for label, predicted in places
-        if (count := int(wrong[label, predicted]))
+        (names[label], names[other], int(count), count / present[label])
+        for (label, other), count in sorted(
+            zip(found.tolist(), counts, strict=True), key=lambda each: -each[1]
+        )[:CONFUSIONS_SHOWN]
     ]

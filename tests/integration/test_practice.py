@@ -9,6 +9,7 @@ import pickle
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from conftest import run as start
 from safetensors.torch import load_file, save_file
 
 from accel_ft import evaluate, export, fit, load_classifier, predict, train
+from accel_ft.config import TrainConfig
 from accel_ft.errors import CheckpointError, ConfigError, DataError, UserError
 
 
@@ -189,6 +191,40 @@ def test_a_full_disk_is_met_before_the_old_model_goes(
         train.main([*words, "--num_train_epochs", "4", *LATEST])
     assert (tmp_path / "run/model/model.safetensors").is_file()
     assert events_of(tmp_path / "run")[-1]["event"] == "end"
+
+
+def test_a_run_needs_the_checkpoints_that_it_will_write(tmp_path: Path) -> None:
+    """In bytes a parameter: 12 for each checkpoint that is there at once, 4 for the model."""
+    from accel_ft.engine.start import checkpoint_bytes
+
+    run: Any = SimpleNamespace(num_parameters=1, num_trained=1)
+
+    def need(updates: int, *more: Any, done: int = 0, **keys: Any) -> int:
+        config = TrainConfig(output_dir=tmp_path, **keys)
+        return checkpoint_bytes(run, config, range(done + 1, updates + 1), 50, *more)
+
+    assert need(100) == 4 + 12  # at its end
+    assert need(100, 0, True) == 4 + 2 * 12
+    assert need(500, eval_steps=500, load_best_model_at_end=True) == 4 + 12  # all in one
+    assert need(120, load_best_model_at_end=True, save_total_limit=None) == 4 + 3 * 12
+    assert need(10**4) == 4 + 3 * 12  # two, and the one that is written
+    assert need(10**4, 2) == 4 + 12
+    assert need(1200, done=1100) == 4 + 12
+    assert need(100, done=100) == 4
+
+
+def test_a_label_that_no_test_row_has_has_no_score(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = TrainConfig(output_dir=tmp_path, metric_for_best_model="per_class.a.f1")
+    events = [
+        {"event": "test", "test_per_class": {"a": {"f1": 0.0, "support": 0}}},
+        {"event": "end", "eval_per_class": {"a": {"f1": 0.5, "support": 3}}},
+    ]
+    train._say_farewell(config, events)
+    told = capsys.readouterr().out
+    assert "validation rows: 0.5000\n" in told
+    assert "per_class.a.f1 on the test rows: no row has that label\n" in told
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Python 3.13

@@ -179,9 +179,8 @@ def test_what_a_rewound_log_keeps(tmp_path: Path) -> None:
 
 
 def test_a_report_of_many_labels_lists_the_commonest_confusions(
-    words: list[str], tmp_path: Path
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-
     rows = [f"word {number},label_{number:02}" for number in range(31)] * 2
     (tmp_path / "many.csv").write_text("\n".join(["text,label", *rows]))
     for key in ("train", "validation", "test"):
@@ -197,6 +196,12 @@ def test_a_report_of_many_labels_lists_the_commonest_confusions(
     assert "Rows of each label by prediction" not in page
     found = re.findall(r"<td>(label_\d+)</td><td>(label_\d+)</td><td>(\d+)</td><td>(\d+) %", page)
     assert found == [("label_02", "label_00", "3", "75"), ("label_01", "label_30", "1", "25")]
+    assert (tmp_path / "run/report/confusion_0.png").exists()
+    shutil.rmtree(tmp_path / "run/report")
+    monkeypatch.setattr("accel_ft.reporting.report.DRAWN_AT_MOST", 30)  # its memory is C x C
+    report.main([str(tmp_path / "run")])
+    assert not (tmp_path / "run/report/confusion_0.png").exists()
+    assert "commonest confusions" in (tmp_path / "run/report.html").read_text()
 
 
 def test_curves_of_runs_that_measure_otherwise(tmp_path: Path) -> None:

@@ -532,6 +532,20 @@ def test_oversampling(tiny_model: Path, rare_file: Path, odd_file: Path, tmp_pat
     assert split.fingerprint() != plain
 
 
+def test_a_label_much_rarer_than_others_makes_a_long_epoch(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "rare.csv"
+    labels = ["a"] * 20 + list("bcdefghij")
+    path.write_text("text,label\n" + "".join(f"goal {n},{x}\n" for n, x in enumerate(labels)))
+    config = TrainConfig(train_file=path, validation_file=path)
+    split = load_splits(config, load.load_tokenizer(str(tiny_model))).train
+    split.oversample()
+    assert "an epoch is 7 times as long" in caplog.text
+    assert np.bincount(split.labels(np.arange(len(split)))).tolist() == [20] * 10
+    assert set(split.ids(np.arange(len(split)))) == set(range(29))
+
+
 def test_the_copies_are_not_those_of_the_first_rows(tmp_path: Path, tiny_model: Path) -> None:
     """Of 30 rows each is there once, of 20 ten are twice: which, has nothing to do with the file's order."""
     path = tmp_path / "sorted.csv"

@@ -595,3 +595,10 @@ def test_last_words_of_two_threads_are_whole(
     errors.leave_last_words("a word")
     assert json.loads(file.read_text())["message"] == "a word"
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_no_guess_takes_minutes() -> None:
+    assert errors.nearest("lable", ["label", "text"]) == " Did you mean `label`?"
+    assert errors.nearest("lable", ["label", "x" * 101]) == " Did you mean `label`?"
+    assert not errors.nearest("lable", [f"label{n}" for n in range(1001)])
+    assert not errors.nearest("x" * 101, ["x" * 100])

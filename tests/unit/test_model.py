@@ -16,6 +16,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from accel_ft.checkpoint.open import model_folder, open_classifier
 from accel_ft.config import TrainConfig
 from accel_ft.errors import CheckpointError, ConfigError
 from accel_ft.model import load
@@ -685,3 +686,58 @@ def test_the_commit_is_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert git_commit() is None
     subprocess.run([*git, "add", "."], check=True)
     assert git_commit().endswith("-dirty")
+
+
+@pytest.fixture
+def foreign(tiny_model: Path, tmp_path: Path) -> Path:
+    """A classifier of three labels that accel_ft has not made."""
+    folder = shutil.copytree(tiny_model, tmp_path / "classifier")
+    kind = AutoModelForSequenceClassification
+    kind.from_pretrained(folder, num_labels=3).save_pretrained(folder)
+    return folder
+
+
+def say(folder: Path, **settings: object) -> None:
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(about | settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {"problem_type": "text_classification"},
+            "has problem_type 'text_classification'. Allowed",
+        ),
+        ({"id2label": {"0": "x", "1": "y", "2": "x"}}, "several of its labels are called x. Fix"),
+    ],
+)
+def test_a_foreign_config_that_is_wrong(foreign: Path, settings: dict, words: str) -> None:
+    say(foreign, **settings)
+    with pytest.raises(ConfigError, match=words):
+        load.load_parts(str(foreign))
+
+
+@pytest.mark.parametrize("thresholds", [[0.5, 0.4], {"LABEL_0": 0.5}, [0.5, 0.5, None]])
+def test_thresholds_that_are_not_one_a_label(foreign: Path, thresholds: object) -> None:
+    say(foreign, thresholds=thresholds, problem_type="multi_label_classification")
+    opened = open_classifier(str(foreign), torch.device("cpu"))
+    with pytest.raises(ConfigError, match="no list of one number per label. Allowed: 3, for LABEL"):
+        _ = opened.thresholds
+    say(foreign, problem_type=None)  # then they mean nothing
+    assert open_classifier(str(foreign), torch.device("cpu")).thresholds is None
+
+
+def test_a_classifier_with_a_model_folder_in_it_is_itself(foreign: Path) -> None:
+    (foreign / "model").mkdir()
+    shutil.copy(foreign / "config.json", foreign / "model")
+    assert model_folder(str(foreign)) == str(foreign)
+
+
+def test_a_config_that_wants_attentions_can_be_saved(foreign: Path, tmp_path: Path) -> None:
+    """SDPA gives none, and transformers refuses to save a config that wants them."""
+    say(foreign, output_attentions=True)
+    config = load_model_config(str(foreign))
+    config._attn_implementation = "sdpa"
+    config.save_pretrained(tmp_path / "saved")
+    assert not config.output_attentions

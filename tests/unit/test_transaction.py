@@ -547,3 +547,11 @@ def test_what_cannot_be_pruned_ends_no_run(
     Run._publish(run, final, 2, None)
     transaction.verify(final)
     assert "older checkpoints could not be removed: " in caplog.text
+
+
+def test_of_many_labels_those_that_differ_are_told(tmp_path: Path) -> None:
+    names = [f"label {n}" for n in range(9000)]
+    with pytest.raises(CheckpointError, match="\n  labels: 'new' was 'label 7'$"):
+        state.check_same_run(
+            tmp_path, {"labels": names}, {"labels": [*names[:7], "new", *names[8:]]}
+        )
