@@ -19,6 +19,7 @@ from accel_ft.runtime import fsdp
 from accel_ft.runtime.compiled import is_compiled
 from accel_ft.runtime.guest import own_random_numbers
 from accel_ft.runtime.logging import read_events
+from accel_ft.settings import is_run
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,8 @@ class Classifier:
             ConfigError: config.json has not one number for each label.
         """
         wanted = getattr(self.model.config, "thresholds", None)
-        if wanted is None or self.problem_type != "multi_label_classification":
+        kind = self.model.config.problem_type
+        if wanted is None or kind not in (None, "multi_label_classification"):
             return None
         with contextlib.suppress(TypeError, ValueError):
             thresholds = np.array(wanted, np.float64)
@@ -159,7 +161,7 @@ def model_folder(path: str) -> str:
     folder = Path(path)
     if (folder / transaction.MANIFEST).is_file():
         state.check(folder)
-    elif (folder / "config.json").is_file():
+    elif (folder / "config.json").is_file() and not is_run(folder):
         return path
     elif (folder / "model" / "config.json").is_file():
         return str(folder / "model")

@@ -289,9 +289,12 @@ def check_same_run(
         if there == here or (key in allowed and can_differ):
             continue
         told = f"{key}: {there!r} in the checkpoint, {here!r} in this job"
-        if key == "labels" and there is not None and len(there) == len(here):
-            others = [f"{a!r} was {b!r}" for a, b in zip(here, there, strict=True) if a != b]
-            told = f"labels: {listed(others, 10)}"
+        if key == "labels" and there is not None:
+            others = [f"{a!r} was {b!r}" for a, b in zip(here, there, strict=False) if a != b]
+            if len(here) != len(there):
+                others = sorted(set(here) ^ set(there))
+            told = f"labels: {len(there)} in the checkpoint, {len(here)} in this job, which differ "
+            told += f"in {listed(others, 10)}"
         if not can_differ:
             told += " (other parameters, or groups of them: this cannot be allowed)"
         told += ABOUT.get(key, "").format(there)

@@ -251,10 +251,11 @@ def checkpoint_bytes(
     """
     periods = [config.save_steps]
     if config.load_best_model_at_end:  # each evaluation may be the best
-        periods.append(config.eval_steps or steps_per_epoch)
-    saves = saves_first + sum(
-        step == left[-1] or any(step % period == 0 for period in periods) for step in left
-    )
+        evals = config.eval_steps or steps_per_epoch
+        periods += [evals, math.lcm(evals, config.save_steps)]
+    due = [(left.stop - 1) // period - (left.start - 1) // period for period in periods]
+    at_end = len(left) > 0 and all((left.stop - 1) % period for period in periods)
+    saves = saves_first + at_end + sum(due[:2]) - sum(due[2:])
     if config.save_total_limit is not None:  # one more while the newest is written
         at_once = config.save_total_limit + 1 + config.load_best_model_at_end
         saves = max(min(saves, at_once - there), 0)

@@ -55,11 +55,13 @@ def resolve(name: str, key: str = "model_name_or_path") -> str:
             return name
         if folder.is_file():
             raise ConfigError(f"{key}={name}: is a file. Fix: its folder, {folder.parent}")
-        siblings = [str(p) for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        siblings = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
         # `runs/quikstart` could be a Hub id; beside other runs it is a typo.
         meant_local = key == "checkpoint" and folder.parent.name and siblings
         if meant_local or not HUB_ID.fullmatch(name):
-            raise ConfigError(f"{key}={name}: there is no such folder.{nearest(name, siblings)}")
+            raise ConfigError(
+                f"{key}={name}: there is no such folder.{nearest(folder.name, siblings)}"
+            )
         return name
     location, _, fragment = name.removeprefix(PACKAGE).partition("#")
     package, _, path = location.partition("/")
@@ -247,7 +249,8 @@ def load_model_config(folder: str, key: str = "model_name_or_path", **settings: 
 
     config = _from_pretrained(key, folder, AutoConfig.from_pretrained, **settings)
     config.return_dict = True
-    config.output_attentions = config.output_hidden_states = False  # nobody reads them
+    for part in (config, config.get_text_config()):
+        part.output_attentions = part.output_hidden_states = False  # nobody reads them
     config.get_text_config().use_cache = False  # of keys and values, for generation only
     if getattr(config, "attention_type", None) == "block_sparse":  # BigBird's
         config.attention_type = "original_full"

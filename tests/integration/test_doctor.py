@@ -274,6 +274,9 @@ def test_the_disk_is_that_of_the_checkpoints(
     (tmp_path / "checkpoints/step_00000500").mkdir(parents=True)
     job._disk(run, config)
     assert seen == [(tmp_path / "checkpoints", 4 + 3 * 12), (tmp_path / "checkpoints", 4 + 2 * 12)]
+    run.splits.train.store = range(3200)  # 300 updates, and a checkpoint to roll back to
+    job._disk(run, config.resolved(on_nonfinite="rollback", save_total_limit=None))
+    assert seen[2][1] == 4 + 2 * 12
 
 
 def mean_of_means(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -599,6 +599,6 @@ def test_last_words_of_two_threads_are_whole(
 
 def test_no_guess_takes_minutes() -> None:
     assert errors.nearest("lable", ["label", "text"]) == " Did you mean `label`?"
-    assert errors.nearest("lable", ["label", "x" * 101]) == " Did you mean `label`?"
+    assert not errors.nearest("x" * 100, ["x" * 101])
     assert not errors.nearest("lable", [f"label{n}" for n in range(1001)])
     assert not errors.nearest("x" * 101, ["x" * 100])

@@ -380,7 +380,7 @@ def test_a_run_with_a_slip_of_the_pen(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         ConfigError,
-        match="checkpoint=runs/quikstart: there is no such folder. Did you mean `runs/quickstart`",
+        match="checkpoint=runs/quikstart: there is no such folder. Did you mean `quickstart`",
     ):
         resolve("runs/quikstart", "checkpoint")
     assert resolve("runs/bert") == "runs/bert"  # a Hub id
@@ -724,7 +724,7 @@ def test_thresholds_that_are_not_one_a_label(foreign: Path, thresholds: object) 
     opened = open_classifier(str(foreign), torch.device("cpu"))
     with pytest.raises(ConfigError, match="no list of one number per label. Allowed: 3, for LABEL"):
         _ = opened.thresholds
-    say(foreign, problem_type=None)  # then they mean nothing
+    say(foreign, problem_type="single_label_classification")  # then they mean nothing
     assert open_classifier(str(foreign), torch.device("cpu")).thresholds is None
 
 
@@ -732,6 +732,9 @@ def test_a_classifier_with_a_model_folder_in_it_is_itself(foreign: Path) -> None
     (foreign / "model").mkdir()
     shutil.copy(foreign / "config.json", foreign / "model")
     assert model_folder(str(foreign)) == str(foreign)
+    (foreign / "receipt.json").touch()  # trained in place: the run's own is the one in model/
+    (foreign / "config.yaml").touch()
+    assert model_folder(str(foreign)) == str(foreign / "model")
 
 
 def test_a_config_that_wants_attentions_can_be_saved(foreign: Path, tmp_path: Path) -> None:
