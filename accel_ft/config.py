@@ -173,7 +173,7 @@ class Config(BaseModel):
         """Check a file to be written: its folder exists, and it is none of the files `read`."""
         path = Path(getattr(self, key) or "-")
         if path.is_file() and path.resolve() in [each.resolve() for each in read if each]:
-            yield self._fault("is a file of rows. Fix: another file", key)
+            yield self._fault("would overwrite the rows. Fix: another file", key)
         if os.environ.get("RANK", "0") != "0":
             return  # only rank 0 writes
         if path.is_dir():
@@ -199,7 +199,7 @@ class DataConfig(Config):
     """Where the rows come from."""
 
     dataset_name: Place | None = None
-    """Data set on the Hub, or a folder `datasets` reads; left out, with no file either:
+    """Data set on the Hub, or a folder that `datasets` can load; left out, and no file given:
     fancyzhx/ag_news."""
     dataset_config_name: Name | None = None
     """Configuration of dataset_name, such as mrpc of nyu-mll/glue."""
@@ -207,15 +207,16 @@ class DataConfig(Config):
     """Split of dataset_name with the training rows; left out: train."""
     validation_split_name: Name | None = None
     """Split of dataset_name with the validation rows, such as mnli's validation_matched. Left out:
-    validation; where there is none, or another key names it, rows are cut off the training rows."""
+    validation; if there is none, or another key names it, rows are held out of the training rows.
+    """
     test_split_name: Name | None = None
     """Split of dataset_name with the test rows; left out: test, where there is one that no other
     key names."""
     train_file: File | None = None
     """Training rows: csv, tsv, json, jsonl or parquet."""
     validation_file: File | None = None
-    """Validation rows, for the evaluations while training; left out: a tenth of the training rows,
-    2,000 at most."""
+    """Validation rows, for the evaluations during training; left out: a tenth of the training rows
+    is held out, 2,000 at most."""
     test_file: File | None = None
     """Test rows, which the final model is measured on."""
     text_column: str = "text"
@@ -223,19 +224,19 @@ class DataConfig(Config):
     text_pair_column: str | None = None
     """Column with a second text, for tasks on pairs of texts."""
     label_column: str = "label"
-    """Column with the label: text or integers; lists of them; or numbers (see problem_type)."""
+    """Column with the label: text or integer; a list of them; or a number (see problem_type)."""
     problem_type: ProblemType = "single_label_classification"
-    """One label a row, several, or a number to be predicted."""
+    """One label per row; several labels per row; or a number."""
     label_separator: str = Field(",", min_length=1)
-    """What stands between several labels where a file holds them as text."""
+    """Multi-label: separator of the labels, where a file holds them as one text."""
     max_seq_length: int = Field(128, ge=2)
     """Texts are truncated to this many tokens."""
     max_eval_samples: int | None = Field(None, ge=1)
     """Use this many validation rows, drawn at random (always the same ones)."""
     per_device_eval_batch_size: int | None = Field(None, ge=1)
-    """Samples of an evaluation batch on one rank where texts are longest; batches of shorter texts
-    have more, up to the same number of tokens. Left out: 16 on a CPU, whose caches are small; else
-    64; beyond 512 tokens fewer."""
+    """Samples in an evaluation batch of the longest texts, on one rank; batches of shorter texts
+    have more samples, up to the same number of tokens. Left out: 16 on a CPU, else 64; fewer for
+    texts beyond 512 tokens."""
 
     @property
     def files(self) -> dict[str, Path]:
@@ -254,7 +255,7 @@ class DataConfig(Config):
                 siblings = [each.name for each in path.parent.glob("*")]
                 yield self._fault(f"there is no such file.{nearest(path.name, siblings, 0.8)}", key)
             elif not path.is_file():
-                kind = "a folder" if path.is_dir() else "no plain file, and rows are read twice"
+                kind = "a folder" if path.is_dir() else "no regular file, and rows are read twice"
                 yield self._fault(f"it is {kind}", key)
             elif path.suffix.lower() not in DATA_FILE_SUFFIXES:
                 yield self._fault(f"unknown format. Allowed: {', '.join(DATA_FILE_SUFFIXES)}", key)
@@ -275,11 +276,11 @@ class HubConfig(Config):
     """Whether and where a model is uploaded."""
 
     push_to_hub: bool = False
-    """Upload the model to the Hub in the end."""
+    """Upload the model to the Hub at the end."""
     hub_model_id: Place | None = None
     """Repository on the Hub to upload to; left out: the name of the folder, in your own account."""
     hub_private_repo: bool = False
-    """Make the repository a private one; one that is there already has to be."""
+    """Create the repository as private; one that exists already must be private."""
 
     def repo_id(self, folder: Path) -> str:
         """Return the repository that the model in `folder` is pushed to."""
@@ -293,8 +294,8 @@ class TrainConfig(HubConfig, DataConfig):
     """Train a text classifier. With no key set: AG News with DistilBERT, both from the Hub."""
 
     model_name_or_path: Place = "distilbert/distilbert-base-uncased"
-    """Hub id, folder, or package://PYTHON_PACKAGE/PATH for weights an installed package carries
-    (with #sha256=HEX at the end, its model.safetensors must have that hash)."""
+    """Hub id, folder, or package://PYTHON_PACKAGE/PATH for weights in an installed package
+    (#sha256=HEX at the end: the hash that its model.safetensors must have)."""
     output_dir: File = Path("runs/ag_news")
     """Folder the run is written to."""
     max_train_samples: int | None = Field(None, ge=1)
@@ -304,21 +305,22 @@ class TrainConfig(HubConfig, DataConfig):
     max_steps: int | None = Field(None, ge=1)
     """Updates to train for, in place of num_train_epochs."""
     global_batch_size: int | None = Field(None, ge=1)
-    """Samples of one update over all ranks and accumulation steps; these follow from it. Left out:
-    32, or what gradient_accumulation_steps makes of it."""
+    """Samples of one update over all ranks and accumulation steps, whose number follows from it.
+    Left out: 32, or as gradient_accumulation_steps determines."""
     gradient_accumulation_steps: int | None = Field(None, ge=1)
-    """In place of global_batch_size, which is then per_device_train_batch_size x ranks x this."""
+    """Sets global_batch_size, which must be left out, to per_device_train_batch_size x ranks x
+    this."""
     per_device_train_batch_size: PositiveInt | Literal["auto"] = 32
-    """Samples of one forward and backward on one rank; fewer where the global batch needs no more.
-    auto: as many as fit into the device's memory; the global batch stays.
+    """Samples of one forward and backward pass on one rank; fewer if the global batch needs no
+    more. auto: as many as fit into the device's memory; global_batch_size stays the same.
     """
     train_sampling_strategy: Literal["group_by_length", "random"] = "group_by_length"
-    """Which rows an update takes: of like length, which is faster; or any, which may learn better
-    where length tells the label, on few rows above all."""
+    """Which rows share an update: rows of similar length (faster), or random ones, which may learn
+    better where length correlates with the label, above all with few rows."""
     learning_rate: float = Field(5e-5, gt=0)
     """Peak learning rate of AdamW, before lr_scaling."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """Multiply the rate by global batch / lr_reference_batch_size, or by its square root."""
+    """linear: multiply the rate by global batch / lr_reference_batch_size; sqrt: by its root."""
     lr_reference_batch_size: int = Field(32, ge=1)
     """Global batch the learning rate was chosen for."""
     weight_decay: float = Field(0.01, ge=0)
@@ -328,7 +330,7 @@ class TrainConfig(HubConfig, DataConfig):
     ] = "linear"
     """Schedule of the learning rate, by updates."""
     warmup_steps: float = Field(0.06, ge=0)
-    """Updates of linear warm-up, rounded; below 1 a share of all updates."""
+    """Updates of linear warmup, rounded; below 1: a fraction of all updates."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Clip the global gradient norm to this; 0 for no clipping."""
     class_weights: Weights | Literal["balanced"] | None = None
@@ -337,13 +339,13 @@ class TrainConfig(HubConfig, DataConfig):
     label_smoothing_factor: float = Field(0.0, ge=0, lt=1)
     """Share of the target spread evenly over all labels."""
     oversampling: Literal["balanced"] | None = None
-    """balanced: rows of rarer labels come several times in an epoch, so that every label
-    of the training rows comes equally often."""
+    """balanced: rows of rarer labels are repeated in an epoch, so that every label of the training
+    rows occurs equally often."""
     freeze: Literal["encoder"] | None = None
     """encoder: train the classifier head alone."""
     lora_r: int | None = Field(None, ge=1)
-    """Train low-rank adapters of this rank beside the frozen layers, and the head; checkpoints hold
-    these alone, model/ is the merged whole."""
+    """Train LoRA adapters of this rank and the head, all other weights frozen; checkpoints hold
+    only what is trained, model/ is the merged model."""
     lora_alpha: float = Field(16, gt=0)
     """Adapters are scaled by lora_alpha / lora_r."""
     lora_dropout: float = Field(0.0, ge=0, lt=1)
@@ -351,17 +353,17 @@ class TrainConfig(HubConfig, DataConfig):
     lora_target_modules: Names = ()
     """Names of the linear layers that get adapters, such as query,value; left out: all."""
     layerwise_lr_decay: float | None = Field(None, gt=0, le=1)
-    """Multiply the learning rate by this for each layer further down from the head."""
+    """Multiply the learning rate by this once more for each layer below the head."""
     gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass: less memory, a third more time."""
+    """Recompute activations in the backward pass: less memory, a third more time."""
     cuda_graphs: bool = True
-    """Record each shape of micro-batch as a CUDA graph, where one GPU trains a known model: faster,
-    the same numbers (compiled, to rounding), more memory."""
+    """On a single GPU, run micro-batches as CUDA graphs, one per shape, if the model is supported:
+    faster, same results (up to rounding if compiled), more memory."""
     seed: int = Field(42, ge=0)
     """Seed of the new head, the sample order and dropout."""
     logging_steps: int = Field(20, ge=1)
-    """Updates between train events in metrics.jsonl; there is one at each evaluation that
-    early_stopping_patience may stop at, too."""
+    """Updates between train events in metrics.jsonl; with early_stopping_patience, there is one
+    at each evaluation, too."""
     eval_steps: int | None = Field(None, ge=1)
     """Updates between evaluations; left out: at the end of each epoch."""
     save_steps: int = Field(500, ge=1)
@@ -369,29 +371,30 @@ class TrainConfig(HubConfig, DataConfig):
     save_total_limit: int | None = Field(2, ge=2)
     """Newest checkpoints kept, at least 2, in case one is damaged; none keeps all."""
     load_best_model_at_end: bool = False
-    """Save at each best evaluation, never prune that checkpoint, and end with it."""
+    """Save at each new best evaluation, never prune that checkpoint, and end with its model."""
     metric_for_best_model: str | None = None
-    """What best means, on the validation rows: a metric, with or without `eval_`; of one label
-    per_class.LABEL.f1 (precision, recall). Left out: accuracy; of several labels f1_macro, of a
+    """Metric on the validation rows that decides which model is best, with or without `eval_`; for
+    one label per_class.LABEL.f1 (precision, recall). Left out: accuracy; multi-label f1_macro;
     regression rmse."""
     greater_is_better: bool | None = None
-    """Whether the highest value of that metric is the best; left out: yes, except of loss,
-    rmse and mae."""
+    """Whether a higher value of that metric is better; left out: yes, except for loss, rmse and
+    mae."""
     early_stopping_patience: int | None = Field(None, ge=1)
     """Stop after this many evaluations in a row without a better metric_for_best_model."""
     early_stopping_threshold: float = Field(0.0, ge=0)
-    """How much better a value must be to count."""
+    """How much better the metric must get to count."""
     resume_from_checkpoint: Annotated[Literal["latest"] | str | None, EXPANDED] = None
-    """`latest` (from the beginning where there is no checkpoint yet), or a checkpoint's folder."""
+    """`latest` (starts from the beginning if there is no checkpoint yet), or a checkpoint's folder.
+    """
     allow_changed: Names = ()
-    """What may differ between a checkpoint and this job, where any other difference ends a resume:
-    train_data, labels, mixed_precision (for `reproduce` too), or keys that shape training, such as
-    learning_rate; a wrong name is answered with the whole list."""
+    """Differences between checkpoint and job that a resume accepts; it refuses all others:
+    train_data, labels, mixed_precision (also for `reproduce`), or keys that affect training, such
+    as learning_rate; for an unknown name the error lists all."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    """When loss or gradients are not finite: stop; skip the update; or rollback: load the last
-    checkpoint and leave that batch out (at a second one in a row an earlier checkpoint, and the
-    update before is left out, too). Overflows of fp16 do not
-    count: such an update is left out, with a warning, whatever is set here."""
+    """If loss or gradients are NaN or infinite: stop; skip the update; or rollback: load the last
+    checkpoint and leave out that batch (the second time in a row: an earlier checkpoint, leaving
+    out the update before, too). fp16 overflows do not count: such an update is skipped, with a
+    warning, whatever is set here."""
     ddp_timeout: int = Field(300, ge=5)
     """Seconds to wait for a rank before it counts as lost. There is no limit while rank 0
     tokenises or saves; under FSDP, where each rank writes its share, a save may take half a minute
@@ -399,12 +402,12 @@ class TrainConfig(HubConfig, DataConfig):
     preflight: Literal["auto", "off"] = "auto"
     """Check versions, device, limits, optimizer and replicas before the first update."""
     report_to: Names = ("html",)
-    """html: report.html at the end; beside it experiment trackers that accelerate knows, such as
+    """html: write report.html at the end; also any experiment trackers of Accelerate, such as
     tensorboard,wandb,trackio,mlflow; or none."""
     reproduce: File | None = None
     """Folder of a run: train it again, with its settings, and compare update by update."""
     profile: bool = False
-    """Leave a trace of updates 6 to 10 of this start in <output_dir>/profile, by torch.profiler."""
+    """Write a torch.profiler trace of updates 6 to 10 of this start to <output_dir>/profile."""
     dataloader_num_workers: int = Field(0, ge=0)
     """Processes on each rank that prepare batches; 0 does it in the training process."""
 
@@ -483,7 +486,7 @@ class TrainConfig(HubConfig, DataConfig):
         named = [self.train_split_name or "train", self.validation_split_name, self.test_split_name]
         twice = [name for name in named if name is not None and named.count(name) > 1]
         if twice:
-            fault = f"the split {twice[0]} is named twice (train_split_name is train by itself)"
+            fault = f"the split {twice[0]} is named twice (train_split_name defaults to train)"
             yield tuple(sorted(SPLIT_KEYS)), f"{', '.join(sorted(SPLIT_KEYS))}: {fault}"
         yield from self._not_both("global_batch_size", "gradient_accumulation_steps")
         if self.per_device_train_batch_size == "auto":
@@ -494,7 +497,7 @@ class TrainConfig(HubConfig, DataConfig):
             allowed = ", ".join((*METRICS[self.problem_type], *of_one))
             longer = [name for name in METRICS[self.problem_type] if name.startswith(wanted)]
             near = f" Did you mean `{longer[0]}`?" if longer else ""
-            words = f"no metric of {self.problem_type}.{near} Allowed: {allowed}"
+            words = f"is no metric of {self.problem_type}.{near} Allowed: {allowed}"
             yield self._fault(words, "metric_for_best_model", "problem_type")
         for key in ("class_weights", "oversampling", "label_smoothing_factor"):
             if getattr(self, key) and self.problem_type != "single_label_classification":
@@ -503,7 +506,7 @@ class TrainConfig(HubConfig, DataConfig):
         may_differ = sorted(COMPARED - FIXED)
         for name in sorted(set(self.allow_changed) - set(may_differ)):
             near = nearest(name, may_differ)
-            told = f"allow_changed={name}: nothing of that name may differ.{near}"
+            told = f"allow_changed={name}: cannot be allowed to differ.{near}"
             yield ("allow_changed",), f"{told} Allowed: {', '.join(may_differ)}"
         if self.output_dir.is_file():
             yield self._fault("is a file. Fix: another name", "output_dir")
@@ -518,7 +521,7 @@ class TrainConfig(HubConfig, DataConfig):
             yield self._fault(words, "resume_from_checkpoint")
         yield from self._not_both("freeze", "lora_r")
         if "none" in self.report_to and len(self.report_to) > 1:
-            yield self._fault("none, and others. Fix: none alone, or leave it out", "report_to")
+            yield self._fault("none excludes others. Fix: none alone, or leave it out", "report_to")
         yield from self._not_both("oversampling", "class_weights")
         if self.train_file is None and self.dataset_name is None:
             for split in self.files:
@@ -530,7 +533,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # `json` shadows a deprecated pydantic method
 
     class DoctorConfig(TrainConfig):
-        """Check a set-up before training; with neither rows nor model named, on small ones."""
+        """Check a set-up before training; without rows and model, on a small built-in job."""
 
         json: File | None = None  # type: ignore[assignment]
         """Write the findings to this JSON file."""
@@ -538,23 +541,23 @@ with warnings.catch_warnings():
         def rules(self) -> Iterator[Fault]:
             """Check that the findings can be written."""
             if str(self.json) == "-":
-                yield self._fault("is no file, and findings are printed anyway", "json")
+                yield self._fault("is no file; findings are printed anyway. Fix: a file", "json")
             yield from super().rules()
             yield from self._to_write("json", *self.files.values())
 
 
 class EvaluateConfig(DataConfig):
-    """Measure a model on rows. Keys that are left out are those of the checkpoint's run."""
+    """Evaluate a model. Keys that are left out have the values of the checkpoint's run."""
 
     checkpoint: Place
-    """A run's folder, a checkpoint of any strategy, or a text classifier of Hugging Face: folder,
+    """A run's folder, a checkpoint of any strategy, or any Hugging Face text classifier: folder,
     Hub id or package://."""
     split: Literal["test", "validation"] | None = None
     """Which rows; left out: the test rows where there are any, else the validation rows."""
     output: File | None = None
     """Write the metrics to this JSON file too."""
     max_seq_length: int | None = Field(None, ge=2)  # type: ignore[assignment]
-    """Tokens a text is cut at; of no run, what the model sees, 512 at most."""
+    """Texts are cut at this many tokens; without a run: the model's limit, up to 512."""
     max_eval_samples: int | None = Field(None, ge=1)
     """Use this many of the rows, drawn at random (always the same ones)."""
 
@@ -568,7 +571,7 @@ class ExportConfig(HubConfig):
     """Write a checkpoint as a Hugging Face folder, with ONNX if asked for."""
 
     checkpoint: Place
-    """A run's folder, a checkpoint of any strategy, or a text classifier of Hugging Face: folder,
+    """A run's folder, a checkpoint of any strategy, or any Hugging Face text classifier: folder,
     Hub id or package://."""
     output: File
     """Folder to write, new or empty."""
@@ -604,13 +607,13 @@ class PredictConfig(Config):
     """Label texts: one JSON line for each."""
 
     checkpoint: Place
-    """A run's folder, a checkpoint of any strategy, or a text classifier of Hugging Face: folder,
+    """A run's folder, a checkpoint of any strategy, or any Hugging Face text classifier: folder,
     Hub id or package://."""
     input: Place | None = None
     """File to label (csv, tsv, json, jsonl, parquet, or plain lines), or - for standard input."""
     input_format: Literal["auto", "csv", "tsv", "json", "jsonl", "parquet", "lines"] = "auto"
-    """Format of the input; auto: by the file's name, of standard input jsonl after {, json
-    after [{, else lines."""
+    """Format of the input; auto: by the file's name; standard input that begins with { is jsonl,
+    with [{ json, else lines."""
     text: str | None = None
     """One text to label, in place of input; --text=... where it begins with a dash."""
     text_pair: str | None = None
@@ -626,11 +629,11 @@ class PredictConfig(Config):
     all_scores: bool = False
     """Add every label's score."""
     max_seq_length: int | None = Field(None, ge=2)
-    """Tokens a text is cut at; of no run, what the model sees, 512 at most."""
+    """Texts are cut at this many tokens; without a run: the model's limit, up to 512."""
     per_device_eval_batch_size: int | None = Field(None, ge=1)
-    """Samples of a batch where texts are longest; batches of shorter texts have more, up to the
-    same number of tokens. Left out: 16 on a CPU, whose caches are small; else 64;
-    beyond 512 tokens fewer."""
+    """Samples in a batch of the longest texts, on one rank; batches of shorter texts have more
+    samples, up to the same number of tokens. Left out: 16 on a CPU, else 64; fewer for texts beyond
+    512 tokens."""
 
     def rules(self) -> Iterator[Fault]:
         """Check that exactly one source of texts is given, and that it exists."""
@@ -638,7 +641,7 @@ class PredictConfig(Config):
         path = None if self.input in (None, "-") else Path(str(self.input))  # or a pipe: <(command)
         yield from self._to_write("output", path)
         if Path(self.output).suffix.lower() in (".csv", ".tsv", ".parquet"):
-            yield self._fault("is written as JSON lines. Fix: a name in .jsonl", "output")
+            yield self._fault("it gets JSON lines. Fix: a name ending in .jsonl", "output")
         if (self.input is None) == (self.text is None):
             words = "input, text: exactly one is needed. Fix: --input FILE (or -), or --text '...'"
             yield ("input", "text"), words
@@ -649,7 +652,7 @@ class PredictConfig(Config):
                 "it is a folder" if path.is_dir() else "there is no such file", "input"
             )
         if self.text_pair is not None and self.text is None:
-            words = "given without text; of a file, text_pair_column"
+            words = "given without text. Fix: add it; for a file, text_pair_column"
             yield self._fault(words, "text_pair", "text")
         if self.text is not None and self.id_column is not None:
             yield self._fault("given with text, which has no columns", "id_column", "text")

@@ -31,25 +31,26 @@ LAUNCH_OPTIONS = (
     "mixed_precision", "num_processes", "num_machines", "config_file", "cpu", "multi_gpu",
     "dynamo_backend", "main_process_port", "use_fsdp", "gpu_ids",
 )  # fmt: skip
-KNOWN_ELSEWHERE = dict.fromkeys(LAUNCH_OPTIONS, "It is one of `accelerate launch`, before -m") | {
+TO_LAUNCH = "Fix: give it to `accelerate launch`, before -m"
+KNOWN_ELSEWHERE = dict.fromkeys(LAUNCH_OPTIONS, TO_LAUNCH) | {
     "bf16": "Fix: --mixed_precision bf16 before -m, accelerate's YAML, or in a script "
     "ACCELERATE_MIXED_PRECISION=bf16; for false leave it out",
     "fp16": "Fix: --mixed_precision fp16 before -m, accelerate's YAML, or in a script "
     "ACCELERATE_MIXED_PRECISION=fp16; for false leave it out",
     "torch_compile": "Fix: --dynamo_backend inductor before -m, or accelerate's YAML",
-    "eval_strategy": "Fix: eval_steps; left out, it is each epoch",
-    "evaluation_strategy": "Fix: eval_steps; left out, it is each epoch",
+    "eval_strategy": "Fix: eval_steps; left out, each epoch is evaluated",
+    "evaluation_strategy": "Fix: eval_steps; left out, each epoch is evaluated",
     "overwrite_output_dir": "Fix: another output_dir, or resume_from_checkpoint: latest",
     "auto_find_batch_size": "Fix: per_device_train_batch_size: auto",
     "save_strategy": "Fix: save_steps",
     "logging_strategy": "Fix: logging_steps",
     "warmup_ratio": "Fix: warmup_steps below 1 is a share of all updates",
-    "group_by_length": "Fix: train_sampling_strategy, by itself group_by_length",
+    "group_by_length": "Fix: train_sampling_strategy; group_by_length is its default",
     "pad_to_max_length": "Fix: leave it out; batches are as wide as their longest row",
     "remove_unused_columns": "Fix: leave it out; text_column and label_column are read",
     "shuffle_train_dataset": "Fix: leave it out; the order is drawn anew each epoch",
-    "ddp_find_unused_parameters": "Fix: leave it out; it is found out",
-    "full_determinism": "Fix: leave it out; on a CPU it is so",
+    "ddp_find_unused_parameters": "Fix: leave it out; it is set where needed",
+    "full_determinism": "Fix: leave it out; a CPU run is deterministic",
     "use_cpu": "Fix: accelerate_configs/cpu.yaml as accelerate's YAML",
     "no_cuda": "Fix: accelerate_configs/cpu.yaml as accelerate's YAML",
     "fsdp": "Fix: accelerate_configs/fsdp2.yaml as accelerate's YAML",
@@ -57,30 +58,30 @@ KNOWN_ELSEWHERE = dict.fromkeys(LAUNCH_OPTIONS, "It is one of `accelerate launch
     "hub_token": "Fix: `hf auth login`, or HF_TOKEN",
     "token": "Fix: `hf auth login`, or HF_TOKEN",
     "cache_dir": "Fix: HF_HOME",
-    "trust_remote_code": "It is always off: no code of a model's is run",
+    "trust_remote_code": "It is always off: a model's own code is never run",
     "compute_metrics": "It is not supported; predictions.npz has the logits",
     "do_regression": "Fix: problem_type: regression",
     "metric_name": "Fix: metric_for_best_model; all metrics are computed",
     "device": "Fix: CUDA_VISIBLE_DEVICES, or accelerate's YAML",
     "batch_size": "Fix: per_device_train_batch_size, or per_device_eval_batch_size",
-    "optim": "It is AdamW, fused where it can be",
-    "adam_beta1": "It is 0.9",
-    "adam_beta2": "It is 0.999",
-    "adam_epsilon": "It is 1e-8",
+    "optim": "It is always AdamW, fused",
+    "adam_beta1": "It is always 0.9",
+    "adam_beta2": "It is always 0.999",
+    "adam_epsilon": "It is always 1e-8",
     "logging_dir": "Fix: leave it out; trackers' files lie in output_dir",
-    "dataloader_pin_memory": "Fix: leave it out; it is so on a GPU",
+    "dataloader_pin_memory": "Fix: leave it out; it is on with a GPU",
     "lr": "Fix: learning_rate",
     "epochs": "Fix: num_train_epochs",
     "do_train": "Fix: leave it out; it always trains",
     "do_eval": "Fix: leave it out; it always evaluates",
-    "do_predict": "Fix: leave it out; where there are test rows it leaves predictions.npz",
-    "dropout": "Fix: in the model's config.json, by its own names, as hidden_dropout_prob",
-    "revision": "Fix: hf download --revision ... --local-dir FOLDER, and that folder",
-    "tokenizer_name": "Fix: leave it out; it is the model's own",
+    "do_predict": "Fix: leave it out; test rows are always predicted, into predictions.npz",
+    "dropout": "Fix: set it in the model's config.json, often as hidden_dropout_prob",
+    "revision": "Fix: hf download ID --revision R --local-dir FOLDER, and use that folder",
+    "tokenizer_name": "Fix: leave it out; the model's own is used",
     "run_name": "Fix: leave it out; trackers call a run by its output_dir",
     "data_seed": "Fix: seed, which decides the order of rows, too",
-    "dataloader_drop_last": "Fix: leave it out; a short last batch counts by its rows",
-    "num_labels": "Fix: leave it out; the rows say how many",
+    "dataloader_drop_last": "Fix: leave it out; the loss of a short last batch is averaged over it",
+    "num_labels": "Fix: leave it out; they are counted in the rows",
 }
 GROUPS = {  # sections of --help: first key of each -> title
     "dataset_name": "rows",
@@ -153,10 +154,10 @@ def meant(key: str, known: Collection[str]) -> str:
     if key in KNOWN_ELSEWHERE:
         return f" {KNOWN_ELSEWHERE[key]}"
     if key == "model_name_or_path" and "checkpoint" in known:
-        return " Fix: checkpoint"
+        return " Fix: --checkpoint"
     if key not in TrainConfig.model_fields and _is_the_trainers(key):
-        return " TrainingArguments has it, accel_ft does not. --help names the keys"
-    return nearest(key, known) or " --help names the keys"
+        return " TrainingArguments has it, accel_ft does not. --help lists the keys"
+    return nearest(key, known) or " --help lists the keys"
 
 
 def _is_the_trainers(key: str) -> bool:
@@ -204,7 +205,7 @@ def checked(
             if item["type"] == "extra_forbidden":
                 listed.append(f"{key}{where}: unknown key.{meant(key, fields)}")
             elif item["type"] == "missing":
-                listed.append(f"{key}: is needed. Fix: --{key} {allowed}")
+                listed.append(f"{key}: is required. Fix: --{key} {allowed}")
             elif item["type"] == "bool":
                 found = "no value given" if origin.get(key) == "" else item["msg"]
                 listed.append(f"{key}{where}: {found}. Allowed: {allowed}")
@@ -218,7 +219,7 @@ def checked(
         if not faulty & set(keys):
             told = {key: origin.get(key) for key in keys if values.get(key) is not None}
             where = "; ".join(f"{key}: {place}" for key, place in told.items() if place)
-            fix = ". Fix: the folder that the run was started in, or another path"
+            fix = ". Fix: start from the folder the run was started in, or another path"
             is_lost = NO_FILE in message and OF_RUN in told.values()
             listed.append(message + f" ({where})" * bool(where) + fix * is_lost)
     if listed:
@@ -254,7 +255,7 @@ def _why(item: Any, field: FieldInfo) -> str:
     if words == NO_FILE and Path(item["input"]).is_dir():
         return "is a folder. Fix: a file"
     words += f". Allowed: {type_name(field.annotation)}"
-    return words + ". Fix: its to_csv, and that file's path" * hasattr(item["input"], "to_csv")
+    return words + ". Fix: save it with to_csv, give its path" * hasattr(item["input"], "to_csv")
 
 
 def read_settings(path: Path, name: str = "config") -> dict[str, Any]:

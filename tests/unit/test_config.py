@@ -90,24 +90,24 @@ def test_keys_of_the_trainer_are_known_by_its_source() -> None:
     assert [name for name in names if not _is_the_trainers(name)] == []
     assert not _is_the_trainers("lerning_rate")
     assert "output" in meant("output_dir", PredictConfig.model_fields)  # is one of `train`
-    assert meant("model_name_or_path", PredictConfig.model_fields) == " Fix: checkpoint"
+    assert meant("model_name_or_path", PredictConfig.model_fields) == " Fix: --checkpoint"
     assert "checkpoint" not in meant("model_name_or_path", SearchConfig.model_fields)
 
 
 def test_options_of_the_launcher_are_told() -> None:
-    assert "--mixed_precision: unknown key. It is one of `accelerate launch`" in fault(
+    assert "--mixed_precision: unknown key. Fix: give it to `accelerate launch`" in fault(
         "--mixed_precision", "no"
     )
 
 
 def test_keys_of_the_trainer_that_are_said_otherwise_here(tmp_path: Path) -> None:
     assert "--bf16: unknown key. Fix: --mixed_precision bf16 before -m" in fault("--bf16", "true")
-    assert "--adam_beta1: unknown key. It is 0.9" in fault("--adam_beta1", "0.9")
+    assert "--adam_beta1: unknown key. It is always 0.9" in fault("--adam_beta1", "0.9")
     assert "--num_labels: unknown key. Fix: leave it out" in fault("--num_labels", "4")
     # Of the rest none is guessed by its spelling: `gradient_accumulation_steps` is another thing.
     other = "--eval_accumulation_steps: unknown key. TrainingArguments has it, accel_ft does not"
     assert other in fault("--eval_accumulation_steps", "4")
-    assert "Fix: train_sampling_strategy, by" in fault("--group_by_length", "true")
+    assert "Fix: train_sampling_strategy; group_by_length" in fault("--group_by_length", "true")
     assert "Did you mean `f1_macro`? Allowed" in fault("--metric_for_best_model", "f1")
     for kind in ("single_label_classification", "multi_label_classification"):
         keys = ("--load_best_model_at_end", "--metric_for_best_model", "roc_auc")
@@ -115,7 +115,7 @@ def test_keys_of_the_trainer_that_are_said_otherwise_here(tmp_path: Path) -> Non
     message = fault("--config", write(tmp_path, "eval_strategy: steps\nmixed_precision: bf16\n"))
     assert "eval_strategy" in message
     assert "unknown key. Fix: eval_steps" in message
-    assert "unknown key. It is one of `accelerate launch`, before -m" in message
+    assert "unknown key. Fix: give it to `accelerate launch`, before -m" in message
 
 
 def test_all_faults_at_once_with_their_places(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_all_faults_at_once_with_their_places(tmp_path: Path) -> None:
     assert message.startswith("8 faults")
     assert "--lerning_rate: unknown key. Did you mean `learning_rate`?" in message
     assert f"sed ({file}, line 1): unknown key. Did you mean `seed`?" in message
-    assert "--zz: unknown key. --help names the keys" in fault("--zz", "1")
+    assert "--zz: unknown key. --help lists the keys" in fault("--zz", "1")
     assert f"num_train_epochs=lots ({file}, line 2)" in message
     assert f"logging_steps ({file}, line 3): true given. Allowed: INT" in message
     lost = "train_file=no/rows.csv: there is no such file."
@@ -175,7 +175,7 @@ def test_rules_between_keys(tmp_path: Path) -> None:
         ["--test_split_name", "train"],
         ["--test_split_name", "a", "--validation_split_name", "a"],
     ):
-        assert "is named twice (train_split_name is train by itself)" in fault(
+        assert "is named twice (train_split_name defaults to train)" in fault(
             "--dataset_name", "x", *words
         )
     words = ["--checkpoint", "m", "--dataset_name", "x", "--test_split_name", "train"]
@@ -188,7 +188,7 @@ def test_rules_between_keys(tmp_path: Path) -> None:
     assert "unknown format. Allowed: .csv" in fault("--train_file", str(tmp_path / "rows.xls"))
     assert "it is a folder" in fault("--train_file", str(tmp_path))
     os.mkfifo(tmp_path / "pipe.csv")
-    assert "it is no plain file" in fault("--train_file", str(tmp_path / "pipe.csv"))
+    assert "it is no regular file" in fault("--train_file", str(tmp_path / "pipe.csv"))
     assert "Did you mean `rows.csv`?" in fault("--train_file", str(tmp_path / "row.csv"))
     assert "it is a folder. Allowed" not in fault("--train_file", str(tmp_path))  # itself
     gone = fault("--resume_from_checkpoint", "true")  # as the Trainer's resume_from_checkpoint
@@ -293,11 +293,11 @@ def test_rows_are_not_replaced_and_pairs_not_ignored(
     rows = tmp_path / "rows.csv"
     rows.touch()
     words = ["--checkpoint", "m", "--test_file", str(rows), "--output", str(rows)]
-    with pytest.raises(ConfigError, match="is a file of rows"):
+    with pytest.raises(ConfigError, match="would overwrite the rows"):
         parse(EvaluateConfig, words, "evaluate")
-    with pytest.raises(ConfigError, match="is a file of rows"):
+    with pytest.raises(ConfigError, match="would overwrite the rows"):
         parse(DoctorConfig, ["--train_file", str(rows), "--json", str(rows)], "doctor")
-    with pytest.raises(ConfigError, match="json=-: is no file, and findings are printed anyway"):
+    with pytest.raises(ConfigError, match="json=-: is no file; findings are printed anyway"):
         parse(DoctorConfig, ["--json", "-"], "doctor")
     words = ["--checkpoint", "m", "--input", str(rows), "--text_pair", "x"]
     with pytest.raises(ConfigError, match="text_pair=x: given without text"):
@@ -428,9 +428,11 @@ def test_updates_of_a_fraction_of_an_epoch() -> None:
 def test_predict_needs_one_source() -> None:
     with pytest.raises(ConfigError, match="exactly one is needed"):
         parse(PredictConfig, ["--checkpoint", "x"], "predict")
-    with pytest.raises(ConfigError, match="checkpoint: is needed. Fix: --checkpoint TEXT"):
+    with pytest.raises(ConfigError, match="checkpoint: is required. Fix: --checkpoint TEXT"):
         parse(PredictConfig, ["--text", "x"], "predict")
-    with pytest.raises(ConfigError, match="output=a.CSV: is written as JSON lines. Fix: a name in"):
+    with pytest.raises(
+        ConfigError, match="output=a.CSV: it gets JSON lines. Fix: a name ending in"
+    ):
         parse(PredictConfig, ["--checkpoint", "x", "--text", "x", "--output", "a.CSV"], "predict")
 
 
@@ -445,9 +447,9 @@ def test_predict_needs_one_source() -> None:
         ({"metric_for_best_model": "loss", "early_stopping_patience": 2}, None),
         ({"lr_reference_batch_size": 64}, "without lr_scaling"),
         ({"lr_reference_batch_size": 64, "lr_scaling": "sqrt"}, None),
-        ({"warmup_steps": 100}, "the run has 100 updates, and never comes to its learning_rate"),
+        ({"warmup_steps": 100}, "the run has 100 updates, and never reaches learning_rate"),
         ({"warmup_steps": 99}, None),
-        ({"warmup_steps": 99.6}, "the run has 100 updates, and never comes to its learning_rate"),
+        ({"warmup_steps": 99.6}, "the run has 100 updates, and never reaches learning_rate"),
         ({"early_stopping_patience": 3}, "=3: the run has 4 evaluations, and cannot stop before"),
         ({"load_best_model_at_end": True}, None),
         ({"load_best_model_at_end": True, "eval_steps": 100}, "the run has one evaluation"),
@@ -482,19 +484,19 @@ def test_a_share_of_warmup_leaves_an_update(caplog: pytest.LogCaptureFixture) ->
     [
         (["--text_column", "label"], "label_column=label: is the column of text_column too"),
         (["--text_pair_column", "text"], "text_column=text: is the column of text_pair_column too"),
-        (["--report_to", "html,none"], "report_to=html,none: none, and others"),
+        (["--report_to", "html,none"], "report_to=html,none: none excludes others"),
         (["--class_weights", "1e300,1"], "class_weights=1e300"),
-        (["--allow_changed", "freeze"], "allow_changed=freeze: nothing of that name may differ."),
-        (["--allow_changed", "lora_r"], "allow_changed=lora_r: nothing of that name may differ."),
-        (["--allow_changed", "lora_target_modules"], "nothing of that name may differ."),
+        (["--allow_changed", "freeze"], "allow_changed=freeze: cannot be allowed to differ."),
+        (["--allow_changed", "lora_r"], "allow_changed=lora_r: cannot be allowed to differ."),
+        (["--allow_changed", "lora_target_modules"], "cannot be allowed to differ."),
         (["--max_steps", "-1"], "must be greater than or equal to 1. Fix: leave it out"),
         (["--logging_steps", "0.1"], "logging_steps=0.1: is no whole number. Allowed: INT"),
         (["--config", "."], "config=.: is a folder. Fix: a YAML file"),
         (["--config", "a", "--config", "b"], "config=a, b: one file can be given. Fix: keep one"),
-        (["--metric_for_best_model", ""], "metric_for_best_model=: no metric of"),
-        (["--metric_for_best_model", "eval_"], "metric_for_best_model=eval_: no metric of"),
+        (["--metric_for_best_model", ""], "metric_for_best_model=: is no metric of"),
+        (["--metric_for_best_model", "eval_"], "metric_for_best_model=eval_: is no metric of"),
         (["--train_split_name", ""], "train_split_name=: String should have at least 1 character"),
-        (["--dropout", "0"], "--dropout: unknown key. Fix: in the model's config.json"),
+        (["--dropout", "0"], "--dropout: unknown key. Fix: set it in the model's config.json"),
     ],
 )
 def test_keys_that_contradict_each_other(words: list[str], told: str) -> None:
@@ -509,7 +511,7 @@ def test_what_is_no_path_is_told_in_a_line() -> None:
             checked(TrainConfig, {"train_file": table})
     frame = SimpleNamespace(to_csv=None)
     with pytest.raises(
-        ConfigError, match=r"is no path. Allowed: PATH. Fix: its to_csv, and that file's path$"
+        ConfigError, match=r"is no path. Allowed: PATH. Fix: save it with to_csv, give its path$"
     ):
         checked(TrainConfig, {"train_file": frame})
 
