@@ -86,7 +86,7 @@ def _expanded(value: Any) -> Any:
         if error.errno == errno.ENAMETOOLONG:
             raise ValueError("is too long a name") from error
     except ValueError as error:  # a null character in it
-        raise ValueError("is no path") from error
+        raise ValueError("is not a path") from error
     return path
 
 
@@ -320,7 +320,8 @@ class TrainConfig(HubConfig, DataConfig):
     learning_rate: float = Field(5e-5, gt=0)
     """Peak learning rate of AdamW, before lr_scaling."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """linear: multiply the rate by global batch / lr_reference_batch_size; sqrt: by its root."""
+    """linear: multiply the rate by global batch / lr_reference_batch_size; sqrt: by its square
+    root."""
     lr_reference_batch_size: int = Field(32, ge=1)
     """Global batch the learning rate was chosen for."""
     weight_decay: float = Field(0.01, ge=0)

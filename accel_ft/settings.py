@@ -48,7 +48,7 @@ KNOWN_ELSEWHERE = dict.fromkeys(LAUNCH_OPTIONS, TO_LAUNCH) | {
     "group_by_length": "Fix: train_sampling_strategy; group_by_length is its default",
     "pad_to_max_length": "Fix: leave it out; batches are as wide as their longest row",
     "remove_unused_columns": "Fix: leave it out; text_column and label_column are read",
-    "shuffle_train_dataset": "Fix: leave it out; the order is drawn anew each epoch",
+    "shuffle_train_dataset": "Fix: leave it out; each epoch is shuffled again",
     "ddp_find_unused_parameters": "Fix: leave it out; it is set where needed",
     "full_determinism": "Fix: leave it out; a CPU run is deterministic",
     "use_cpu": "Fix: accelerate_configs/cpu.yaml as accelerate's YAML",
@@ -140,7 +140,7 @@ def parse(
             key = word.removeprefix("--").split("=")[0]
             faults.append(f"--{key}: unknown key.{meant(key, config_class.model_fields)}")
         elif not any(fault.startswith("--") for fault in faults):
-            faults.append(f"{word}: is no option. Allowed: --key value")
+            faults.append(f"{word}: is not an option. Allowed: --key value")
     config = checked(config_class, values, base(values), origin, faults)
     if print_config:
         if os.environ.get("RANK", "0") == "0":
@@ -243,12 +243,12 @@ def _told(item: Any) -> Any:
 def _why(item: Any, field: FieldInfo) -> str:
     """Return what is wrong with a value, in clearer words than pydantic's."""
     words: str = {
-        "path_type": "is no path",
+        "path_type": "is not a path",
         "path_not_file": NO_FILE,
         "literal_error": "is not one of its choices",
-        "int_parsing": "is no whole number",
-        "int_from_float": "is no whole number",
-        "float_parsing": "is no number",
+        "int_parsing": "is not a whole number",
+        "int_from_float": "is not a whole number",
+        "float_parsing": "is not a number",
     }.get(item["type"], item["msg"].replace("Input should be", "must be"))
     if item["type"].startswith(("greater_than", "less_than")):
         return words + ". Fix: leave it out" * (field.default is None)

@@ -65,7 +65,7 @@ def test_values_of_yaml_that_are_none(tmp_path: Path) -> None:
     assert "class_weights" in fault("--config", write(tmp_path, "class_weights: [1, yes, 3, 4]\n"))
     assert "true given" in fault("--config", write(tmp_path, "class_weights: [1, yes, 3, 4]\n"))
     for key in ("output_dir", "reproduce", "model_name_or_path"):
-        assert "is no path" in fault("--config", write(tmp_path, f'{key}: "a\\0b"\n'))
+        assert "is not a path" in fault("--config", write(tmp_path, f'{key}: "a\\0b"\n'))
 
 
 def test_off_is_not_false(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_job_to_search_that_is_not_there() -> None:
 
 
 def test_loose_words_are_refused() -> None:
-    assert "3: is no option" in fault("3")
+    assert "3: is not an option" in fault("3")
 
 
 def test_a_list_is_written_with_commas_or_blanks() -> None:
@@ -490,7 +490,7 @@ def test_a_share_of_warmup_leaves_an_update(caplog: pytest.LogCaptureFixture) ->
         (["--allow_changed", "lora_r"], "allow_changed=lora_r: cannot be allowed to differ."),
         (["--allow_changed", "lora_target_modules"], "cannot be allowed to differ."),
         (["--max_steps", "-1"], "must be greater than or equal to 1. Fix: leave it out"),
-        (["--logging_steps", "0.1"], "logging_steps=0.1: is no whole number. Allowed: INT"),
+        (["--logging_steps", "0.1"], "logging_steps=0.1: is not a whole number. Allowed: INT"),
         (["--config", "."], "config=.: is a folder. Fix: a YAML file"),
         (["--config", "a", "--config", "b"], "config=a, b: one file can be given. Fix: keep one"),
         (["--metric_for_best_model", ""], "metric_for_best_model=: is no metric of"),
@@ -511,7 +511,7 @@ def test_what_is_no_path_is_told_in_a_line() -> None:
             checked(TrainConfig, {"train_file": table})
     frame = SimpleNamespace(to_csv=None)
     with pytest.raises(
-        ConfigError, match=r"is no path. Allowed: PATH. Fix: save it with to_csv, give its path$"
+        ConfigError, match=r"is not a path. Allowed: PATH. Fix: save it with to_csv, give its path$"
     ):
         checked(TrainConfig, {"train_file": frame})
 
@@ -519,8 +519,8 @@ def test_what_is_no_path_is_told_in_a_line() -> None:
 def test_numbers_that_are_none_are_told_in_few_words(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("logging_steps: 0.5\n")  # a share, as the Trainer takes one
-    assert "line 1): is no whole number. Allowed: INT" in fault("--config", str(file))
-    assert "learning_rate=x: is no number. Allowed: FLOAT" in fault("--learning_rate", "x")
+    assert "line 1): is not a whole number. Allowed: INT" in fault("--config", str(file))
+    assert "learning_rate=x: is not a number. Allowed: FLOAT" in fault("--learning_rate", "x")
 
 
 def test_help_of_what_a_run_decides(capsys: pytest.CaptureFixture[str]) -> None:
