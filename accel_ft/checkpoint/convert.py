@@ -59,7 +59,7 @@ def load_any(accelerator: Accelerator, folder: Path) -> None:
         # torch creates both again on demand; under FSDP2, accelerate's load needs them unset.
         scaler._scale = scaler._growth_tracker = None
         if not has_scale:  # saved without fp16
-            logger.info("%s holds no loss scale: it starts anew", folder)
+            logger.info("%s holds no fp16 loss scale: it is initialized", folder)
     with mock.patch.object(accelerator, "scaler", scaler if has_scale else None):
         _load_parts(accelerator, folder)
 
@@ -92,7 +92,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     for name, entry in reader.read_metadata().state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
-                raise ValueError(f"{name} is not there as a whole")
+                raise ValueError(f"{name} is incomplete: a shard is missing")
             kind = entry.properties.dtype  # zeros: gaps must not hold old memory
             weights[name.removeprefix("model.")] = torch.zeros(entry.size, dtype=kind)
     _load_shards({"model": weights}, folder / SHARDED_WEIGHTS)

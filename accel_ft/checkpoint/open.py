@@ -54,8 +54,10 @@ class Classifier:
         """Refuse single texts if it was trained on pairs; warn about pairs in the opposite case."""
         of_pairs = getattr(self.model.config, "text_pairs", None)  # None: trained elsewhere
         if of_pairs and not are_pairs:
-            fix = "two texts each (text_pair_column, or text_pair)"
-            raise ConfigError(f"checkpoint={self.folder}: was trained on pairs. Fix: {fix}")
+            fix = "two texts per row (text_pair_column, or text_pair)"
+            raise ConfigError(
+                f"checkpoint={self.folder}: was trained on pairs of texts. Fix: {fix}"
+            )
         if of_pairs is False and are_pairs:
             logger.warning("checkpoint=%s: was trained on single texts, not on pairs", self.folder)
 
@@ -105,9 +107,9 @@ def open_classifier(checkpoint: str, device: torch.device) -> Classifier:
     model = load_whole(folder, config).to(device).eval()
     compute_first_token_only(model)
     if is_compiled():
-        logger.warning("compile is for training: labels are computed without it")
+        logger.warning("torch.compile is ignored here: it is for training only")
     if fsdp.is_asked_for():
-        logger.warning("FSDP is for training: each process holds the whole model")
+        logger.warning("FSDP is ignored here: each process holds the whole model")
     return Classifier(folder, model, tokenizer, names)
 
 
@@ -173,8 +175,8 @@ def model_folder(path: str) -> str:
             raise CheckpointError(f"{path}: has no checkpoint yet")
         if any(read_events(folder / "metrics.jsonl", "end")):
             raise CheckpointError(
-                f"checkpoint={path}: its model/ is gone. Fix: its command with "
-                f"--resume_from_checkpoint latest makes it anew; or --checkpoint {newest}"
+                f"checkpoint={path}: its model/ is missing. Fix: rerun its training command with "
+                f"--resume_from_checkpoint latest; or --checkpoint {newest}"
             )
         logger.warning("%s has no final model yet; taking %s", path, newest.name)
         return str(newest)

@@ -103,7 +103,7 @@ def all_or_none(watch: Watch, final: Path) -> Iterator[None]:
             reason += f" ({shutil.disk_usage(final.parent).free / 1e6:,.0f} MB free)"
         root = final.parent if final.name.startswith("step_") else final.parent / "checkpoints"
         newest = [path.name for _, path in transaction.list_published(root)][-1:]
-        left = f"{newest[0]} is the newest that was" if newest else "none was yet"
+        left = f"the newest one saved is {newest[0]}" if newest else "none is saved yet"
         raise CheckpointError(f"{final} could not be saved: {reason}; {left}") from fault
 
 
@@ -144,7 +144,7 @@ def find(
                 if (found / "checkpoints").is_dir():
                     latest = "latest, or " * (found.resolve() == root.parent.resolve())
                     raise CheckpointError(
-                        f"resume_from_checkpoint={wanted}: is a run, no checkpoint. "
+                        f"resume_from_checkpoint={wanted}: is a run, not a checkpoint. "
                         f"Fix: {latest}a folder in {found / 'checkpoints'}"
                     )
                 check(found)
@@ -167,7 +167,7 @@ def _verifies(folder: Path) -> bool:
     try:
         check(folder)
     except CheckpointError as error:
-        logger.warning("passed over: %s", error)
+        logger.warning("not usable: %s", error)
         return False
     return True
 
@@ -186,8 +186,8 @@ def newest_sound(root: Path, unwanted: Collection[int] = ()) -> Path | None:
         return newest_sound(root, unwanted)  # a run in progress has just pruned one
     if published and found is None:
         raise CheckpointError(
-            f"{root}: no sound checkpoint is left, {len(published)} damaged. "
-            "Fix: put back a copy of one, or start anew in another output_dir"
+            f"{root}: all {len(published)} checkpoints are damaged. "
+            "Fix: restore a copy of one, or start again in another output_dir"
         )
     return found
 
@@ -248,8 +248,8 @@ def load(
         set_seed(seed + trainer_state["step"], device_specific=True)
         logger.log(
             level,
-            "%s: weights, optimizer, schedule and data order carry over, the random streams of "
-            "dropout cannot; they start anew from seed + step",
+            "%s: weights, optimizer, schedule and data order are restored; dropout's random state "
+            "cannot be, and is seeded again with seed + step",
             why,
         )
 
@@ -296,7 +296,7 @@ def check_same_run(
             told = f"labels: {len(there)} in the checkpoint, {len(here)} in this job, which differ "
             told += f"in {listed(others, 10)}"
         if not can_differ:
-            told += " (other parameters, or groups of them: this cannot be allowed)"
+            told += " (changes the parameters or their groups: cannot be allowed)"
         told += ABOUT.get(key, "").format(there)
         differences.append(told)
     if differences:

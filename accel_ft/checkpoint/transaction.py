@@ -139,7 +139,7 @@ def publish_sealed(root: Path) -> None:
             entries = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
             sealed = {name: entry["bytes"] for name, entry in entries.items()}
         if sealed == _sizes(path):
-            logger.info("%s was written and not published: published now", final)
+            logger.info("%s was complete but not yet published: published now", final)
             publish(final)
 
 
@@ -180,7 +180,7 @@ def verify(folder: Path) -> None:
     found = {path.relative_to(folder).as_posix() for path in _files(folder)} - {MANIFEST}
     faults = [f"{name} is missing" for name in sorted(entries.keys() - found)]
     strange = [name for name in sorted(found - entries.keys()) if not STRAY.search(name)]
-    faults += [f"{name} is of unknown origin" for name in strange]
+    faults += [f"{name} is not in {MANIFEST}" for name in strange]
     faults += [f"{MANIFEST} is damaged"] * (text != _manifest(entries))
     for name in sorted(found & entries.keys()):
         try:
@@ -241,8 +241,8 @@ def remove_leftovers(root: Path) -> None:
     for prefix in (STAGING_PREFIX, SEALED_PREFIX):
         for path in root.glob(f"{prefix}*"):
             if prefix == SEALED_PREFIX:
-                logger.warning("%s may not be whole (another machine's, or of before this one's "
-                               "start): removed", path)  # fmt: skip
+                logger.warning("%s may be incomplete (written on another machine, or before this "
+                               "one was booted): removed", path)  # fmt: skip
             _delete(path, ignore_errors=True)
 
 

@@ -62,7 +62,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         if (module, name) in (("builtins", "getattr"), ("__builtin__", "getattr")):
             return _Member
         if name not in METADATA_NAMES.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} does not belong into it")
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong in it")
         return dict if name == "OrderedDict" else type(name, (_StandIn,), {})
 
 
@@ -77,7 +77,7 @@ def refuse_code(folder: Path) -> None:
     # Metadata of a single rank, which torch reads if .metadata is missing.
     strange += [path for place in places for path in place.glob("__*.metadata")]
     for path in strange:
-        raise CheckpointError(f"{folder}: {path.relative_to(folder)} does not belong into it")
+        raise CheckpointError(f"{folder}: {path.relative_to(folder)} does not belong in it")
     # In `folder` too: if it is named like a shard folder, accelerate reads the shards in it.
     for metadata in [path for place in places for path in place.glob(".metadata")]:
         try:
@@ -91,13 +91,13 @@ def _check_shards(path: Path) -> None:
     with path.open("rb") as file:
         metadata = _MetadataUnpickler(file).load()
     if type(metadata).__name__ != "Metadata":
-        raise CheckpointError("its .metadata is none")
+        raise CheckpointError("it is no torch metadata")
     kinds = {name: type(entry).__name__ for name, entry in metadata.state_dict_metadata.items()}
     if not all(isinstance(name, str) for name in kinds):  # equal keys may have unequal stand-ins
-        raise CheckpointError("it holds names that are no text")
+        raise CheckpointError("some names in it are not text")
     for index, info in metadata.storage_data.items():
         if not re.fullmatch(r"__\d+_\d+\.distcp", info.relative_path):
-            raise CheckpointError(f"{info.relative_path!r} is no file of it")
+            raise CheckpointError(f"{info.relative_path!r} is no shard of it")
         if vars(info).get("transform_descriptors"):
             raise CheckpointError(f"{info.relative_path} is compressed")
         if kinds[index.fqn] != "TensorStorageMetadata":

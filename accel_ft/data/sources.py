@@ -209,8 +209,8 @@ def _text_lines(file: IO[bytes], name: str) -> Iterator[tuple[int, str]]:
             ) from error
         if "\0" in line:
             raise DataError(
-                f"{name}: line {number}: holds a NUL character. Fix: remove it, or save the file "
-                "as UTF-8, if it is UTF-16"
+                f"{name}: line {number}: holds a NUL character. Fix: save the file as UTF-8 if it "
+                "is UTF-16, else remove the character"
             )
         yield number, line.lstrip("\ufeff") if number == 1 else line
 
@@ -232,7 +232,7 @@ def _read_delimited(
             break
         except csv.Error as error:
             fault = f"the row that starts here: {error}; close or double its quotes, or save the "
-            fault += "file with other line ends"
+            fault += "file with LF line ends"
             quoted = re.match('"[^"]*"([;|,\t])', start[1])  # the header's first column
             others = quoted.groups() if quoted and quoted[1] != delimiter else ()
             hint = _other_delimiter(header or others)
@@ -253,8 +253,8 @@ def _read_delimited(
             "\n" in field and ("\t" in field or len(header) == 1) for field in fields
         ):
             lines = f"lines {first} to {reader.line_num}"
-            mend = "if they are to, save as csv, else double them"
-            yield place, f"its quotes make one row of {lines}; {mend}"
+            mend = "if that is meant, save as csv; else double its quotes"
+            yield place, f"one quoted field spans {lines}; {mend}"
         else:
             yield place, dict(zip(header, fields, strict=True))
     if header is None:
@@ -264,8 +264,8 @@ def _read_delimited(
 def _other_delimiter(columns: Collection[Any]) -> str:
     """Return a hint if a header is a single column, but looks like several; else ""."""
     signs = {";", "\t", "|", ","} & set(*columns) if len(columns) == 1 else ()
-    told = "in its name: a csv has commas, a tsv tabs"
-    return f"its one column has {min(signs)!r} {told}" if signs else ""
+    told = "separate a csv by commas, a tsv by tabs"
+    return f"the header is one column with {min(signs)!r}: {told}" if signs else ""
 
 
 def _refuse_twice(name: str, columns: list[str]) -> None:
@@ -289,7 +289,7 @@ def _read_json(text: str, name: str) -> Iterator[Record]:
         items = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{name}: is not JSON ({error}). Fix: one object a line is format jsonl"
+            f"{name}: is not JSON ({error}). Fix: if each line is an object, it is jsonl"
         ) from error
     if isinstance(items, dict) and isinstance(items.get("data"), list):
         items = items["data"]
@@ -364,7 +364,7 @@ def hub_sources(config: DataConfig, name: str, needs_train: bool = True) -> dict
                 sources[split] = _hub_source(f"{name}, split {its_name}", rows, labelled, config)
         if split not in sources and (wanted is not None or (split == "train" and needs_train)):
             meant = "" if its_name in loaded else nearest(its_name, loaded)
-            why = " with labels (-1 or null is none)" if its_name in loaded else ""
+            why = " with labels (not -1 or null)" if its_name in loaded else ""
             raise ConfigError(
                 f"dataset_name={name}: has no split `{its_name}`{why}.{meant} "
                 f"Its splits: {', '.join(map(str, loaded))}"
@@ -463,7 +463,7 @@ def read_text(record: dict[str, Any], column: str, pair: str | None) -> tuple[Te
         if not isinstance(text, str):
             return "", f"{name} is {_show(text)}, not a text"
         if not is_encodable(text):
-            return "", f"{name} has an unpaired surrogate, which is no character"
+            return "", f"{name} has an unpaired surrogate, which is no valid UTF-8"
         texts.append(text)
     return (texts[0] if pair is None else (texts[0], texts[1])), None
 

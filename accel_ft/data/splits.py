@@ -122,8 +122,8 @@ class Split:
             is_same = self.store.fingerprint.startswith(content)
             if not is_same or self.stop > int(start.partition(":")[0]):
                 logger.warning(
-                    "the validation rows are split off other training rows than the run's (or "
-                    "with another max_seq_length): some may have been trained on. Fix: a "
+                    "the validation rows are split off other training rows than those of the run "
+                    "(or with another max_seq_length): it may have trained on some of them. Fix: a "
                     "validation_file"
                 )
                 return
@@ -194,7 +194,7 @@ def load_splits(config: TrainConfig, tokenizer: Any, model_labels: Sequence[str]
         shared = count_shared_texts(train, splits[name])
         if shared:
             logger.warning(
-                "%d of the %d %s texts are training texts too: their metrics are too good",
+                "%d of the %d %s texts are training texts too: metrics are too optimistic",
                 shared, len(splits[name]), name,
             )  # fmt: skip
     return Splits(names, train, validation, splits.get("test"), sources)
@@ -223,8 +223,8 @@ def _tokenized(
             )  # fmt: skip
         if (share := _share_unknown(store, tokenizer)) > MUCH_UNKNOWN:
             logger.warning(
-                "%s: %.0f %% of its tokens (first texts) are %s, which the tokenizer does not "
-                "know. Fix: a model for texts like these",
+                "%s: %.0f %% of the tokens (first texts) are %s: words the tokenizer does not "
+                "know. Fix: a model for this language or script",
                 source.name, 100 * share, tokenizer.unk_token,
             )  # fmt: skip
     if faults:
@@ -257,8 +257,10 @@ def _split(stores: dict[str, TokenStore], names: list[str], config: DataConfig) 
         train = splits["train"]
         size = min(VALIDATION_MAX, max(1, round(len(train) * VALIDATION_SHARE)))
         if size == len(train):
-            raise DataError(f"{train.store.name}: one row is too few to cut a validation split off")
-        logger.info("no validation rows given: %d cut off the %d training rows", size, len(train))
+            raise DataError(f"{train.store.name}: one row cannot be split. Fix: a validation_file")
+        logger.info(
+            "no validation rows given: %d of the %d training rows held out", size, len(train)
+        )
         splits["validation"] = Split(train.store, train.targets, 0, size)
         train.start = size
     if "validation" in splits:
@@ -306,7 +308,7 @@ def _warn_of_rare(validation: Split, names: list[str]) -> None:
     rare = [number for number in np.argsort(counts, kind="stable") if 0 < counts[number] < RARE]
     if rare:
         told = listed([f"{cut(names[n])} {counts[n]}" for n in rare], LABELS_TOLD, "; ")
-        logger.warning("few validation rows, so that metrics of these labels are rough: %s", told)
+        logger.warning("labels with few validation rows, so with unreliable metrics: %s", told)
 
 
 def _tell_repeats(train: Split) -> None:
@@ -322,7 +324,7 @@ def _tell_repeats(train: Split) -> None:
     if again.any():
         logger.log(
             logging.WARNING if unlike else logging.INFO,
-            "%d training rows repeat the text of another; texts with several labels: %d",
+            "%d training rows repeat the text of another; texts with different labels: %d",
             again.sum(), unlike,
         )  # fmt: skip
 
@@ -334,7 +336,7 @@ def _warn_of_separators(targets: NDArray[np.bool_], names: list[str], separator:
     joined = next(((name, sign) for name in names for sign in SEPARATORS if sign in name), None)
     advice = ""
     if joined is not None:
-        advice = f". Fix, if {cut(joined[0])!r} is several: --label_separator {joined[1]!r}"
+        advice = f". Fix, if {cut(joined[0])!r} means several: --label_separator {joined[1]!r}"
     logger.warning("no row has more than one label, with label_separator %r%s", separator, advice)
 
 
@@ -344,13 +346,13 @@ def _warn_of_look_alikes(names: list[str]) -> None:
     """
     if are_amounts(names):
         logger.warning(
-            "the labels are numbers (%s, ...), and each is a class of its own. Fix, if they are "
-            "amounts: --problem_type regression", names[0],
+            "the labels are numbers (%s, ...), and each counts as a class. Fix, if they are values "
+            "to predict: --problem_type regression", names[0],
         )  # fmt: skip
     elif all(map(WHOLE.fullmatch, names)):
         logger.warning(
-            "the labels are integers written with a fraction (%s, ...), as pandas does where a "
-            "cell is empty, and stay so. Fix: a column of integers", names[0],
+            "the labels are integers written as floats (%s, ...), as pandas does where a cell is "
+            "empty; the label names keep the .0. Fix: a column of integers", names[0],
         )  # fmt: skip
     seen: dict[str, str] = {}
     for name in names:
@@ -358,7 +360,7 @@ def _warn_of_look_alikes(names: list[str]) -> None:
         shown = "".join(sign for sign in normalize("NFKC", number) if category(sign) != "Cf")
         twin = seen.setdefault(" ".join(shown.casefold().split()), name)
         if twin != name:
-            logger.warning("the labels %r and %r are two; are they meant to be one?", twin, name)
+            logger.warning("the labels %r and %r count as two; are they meant as one?", twin, name)
 
 
 def load_eval_split(
@@ -412,8 +414,8 @@ def class_weights(
         weights = np.array(wanted, np.float64)
     else:
         raise ConfigError(
-            f"class_weights={wanted}: {len(wanted)} weights for {len(names)} labels, "
-            f"in this order: {listed(names, LABELS_TOLD)}"
+            f"class_weights={wanted}: {len(wanted)} weights for {len(names)} labels. "
+            f"Fix: one for each of: {listed(names, LABELS_TOLD)}"
         )
     pairs = [f"{name} {weight:.3g}" for name, weight in zip(names, weights, strict=True)]
     logger.info("weights in the loss: %s", listed(pairs, LABELS_TOLD))

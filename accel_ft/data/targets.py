@@ -82,7 +82,7 @@ def targets(store: TokenStore, names: list[str], config: DataConfig) -> NDArray[
             for place, label in faults[:FAULTS_SHOWN]
         ]
         if are_amounts(names):
-            shown.append("Numbers to predict? Fix: --problem_type regression")
+            shown.append("Fix, if they are values to predict: --problem_type regression")
         shown += [f"... and {more} more"] * (more > 0)
         raise DataError("\n  ".join([f"{store.name}: unknown labels. Allowed: {allowed}", *shown]))
     if not many:
@@ -153,10 +153,10 @@ def _number(value: Any) -> str | None:
 
 
 MEANT = {
-    "single_label_classification": "a text or an integer (1.0 and true want a cast to integers or "
-    "text, numbers with fractions --problem_type regression, lists multi_label_classification)",
+    "single_label_classification": "a text or an integer (cast 1.0 and true to integers or text; "
+    "for fractions --problem_type regression, for lists multi_label_classification)",
     "multi_label_classification": "a list of different labels (jsonl, json, parquet; their names, "
-    "not 0 and 1 for each), or text with label_separator (not a list written as text)",
+    "not a 0 or 1 for each), or text with label_separator (not a list written as text)",
     "regression": "a finite number below 1e18",
 }
 

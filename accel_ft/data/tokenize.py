@@ -136,7 +136,7 @@ def tokenize(source: Source, config: DataConfig, tokenizer: Any) -> TokenStore:
         raise DataError(f"{error}. Fix: HF_HOME=a folder of your own") from error
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError) as error:
         if was_there:
-            logger.warning("%s: damaged token cache, made anew (%s)", folder, error)
+            logger.warning("%s: damaged token cache, rebuilding it (%s)", folder, error)
             if folder.is_dir():  # another process may be removing it too
                 shutil.rmtree(folder, ignore_errors=True)
             else:
@@ -178,7 +178,7 @@ def _make_store(folder: Path, source: Source, config: DataConfig, tokenizer: Any
         return TokenStore(folder, source.name)
     except (FileNotFoundError, ValueError, KeyError, TypeError) as error:  # still damaged
         raise DataError(
-            f"{folder}: damaged token cache, which cannot be made anew ({error}). Fix: have its "
+            f"{folder}: damaged token cache, which cannot be rebuilt ({error}). Fix: have its "
             "owner remove it, or HF_HOME=a folder of your own"
         ) from error
 

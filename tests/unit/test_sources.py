@@ -84,7 +84,7 @@ def test_every_format_reads_the_same(tmp_path: Path) -> None:
         ("a.csv", b"text,label\n\x28\xb5\x2f\xfd,1\n", r"line 2: byte 2 \(0xb5\) is not UTF-8"),
         ("a.csv", b"\x28\xb5\x2f\xfd\0", r"a.csv: is compressed \(zstd\)"),
         ("a.csv", b"PK\x03\x04\0", r"a.csv: is compressed \(zip, as Excel's\)"),
-        ("a.csv", "text,label\n".encode("utf-16-le"), "a NUL character. Fix: .* as UTF-8, if it is UTF-16"),
+        ("a.csv", "text,label\n".encode("utf-16-le"), "a NUL character. Fix: .* as UTF-8 if it is UTF-16"),
         ("a.csv", b"\xef\xbb\xbf\xff,label\n", r"line 1: byte 4 \(0xff\) is not UTF-8"),
         ("a.csv", "x" * 50_000 + ",label\nx,1\n", "no such column in .* Allowed: x{37}..., label$"),
         ("a.csv", ",".join(f"n{n}" for n in range(99)) + "\n" + "," * 98 + "\n", "n39, and 59 more\n"),
@@ -93,16 +93,16 @@ def test_every_format_reads_the_same(tmp_path: Path) -> None:
         ("a.csv", b"text,label\nx\0y,1\n", "line 2: holds a NUL"),
         ("a.csv", "text,label\n".encode("utf-16"), "line 1: byte 1 .* is not UTF-8"),
         ("a.csv", "txt,lable\nx,1\n", "text_column=text: no such column in .*a.csv, line 2. Did you mean `txt`.*\n.*label_column=label: .*`lable`"),
-        ("a.csv", "Text;Label\nx;1\n", "its one column has ';' in its name: a csv has commas"),
-        ("a.csv", '"text";"label"\n"x";1\n', "line 1: its one column has ';' in its name"),
-        ("a.csv", '"a,b";"label"\n"x";1\n', "line 1: its one column has ';' in its name"),
-        ("a.tsv", '"text","label"\n"x",1\n', "line 1: its one column has ',' in its name"),
+        ("a.csv", "Text;Label\nx;1\n", "the header is one column with ';': separate a csv by commas"),
+        ("a.csv", '"text";"label"\n"x";1\n', "line 1: the header is one column with ';'"),
+        ("a.csv", '"a,b";"label"\n"x";1\n', "line 1: the header is one column with ';'"),
+        ("a.tsv", '"text","label"\n"x",1\n', "line 1: the header is one column with ','"),
         ("a.csv", '"text|a\nx\n', "line 1: the row that starts here: unexpected end of data"),
         ("a.csv", '"text","label"x\n', "line 1: the row that starts here: ',' expected after"),
         ("a.jsonl", '{"text": "x", "label": 1}\n{"text": 3}\n[1]\n{', "line 3: is \\[1\\], not an object"),
         ("a.jsonl", '{"text": "x", "label": 1}\n{"text": null, "label": 1}\n', "line 2: text is missing, not a text"),
         ("a.jsonl", '{"text": "x", "label": 1.5}\n', "line 1: label is 1.5, not a text or an integer .*--problem_type regression"),
-        ("a.jsonl", '{"text": "x", "label": true}\n', "line 1: label is true, .* want a cast to integers"),
+        ("a.jsonl", '{"text": "x", "label": true}\n', "line 1: label is true, .* .cast 1.0 and true to integers"),
         ("a.jsonl", '{"text": "a \\ud83d b", "label": 1}\n', "line 1: text has an unpaired surrogate"),
         ("a.json", '{"text": "x"}', "Allowed: a list of objects"),
         ("a.json", "[1]", "item 1: is 1, not an object"),
@@ -155,10 +155,10 @@ def test_rows_after_a_broken_one_are_read_too(tmp_path: Path) -> None:
     assert "line 3: holds a NUL" in message
     message = fault(tmp_path, "c.csv", "text,label\na\rb,1\n")
     assert "line 2: the row that starts here: new-line character seen" in message
-    assert "or save the file with other line ends" in message
+    assert "or save the file with LF line ends" in message
     assert "line 1: the row that starts here: " in fault(tmp_path, "d.csv", "text,label\rx,1\r")
     message = fault(tmp_path, "e.tsv", 'text\tlabel\n"a\t0\nb\t1\nc"\t1\n')
-    assert "its quotes make one row of lines 2 to 4" in message
+    assert "one quoted field spans lines 2 to 4" in message
     assert "line 1: is not JSON" in fault(tmp_path, "f.jsonl", '{"text": ' + "1" * 5000 + "}\n")
 
 
@@ -208,7 +208,7 @@ def test_another_delimiter_is_the_one_cause(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         list(file_source(path).rows(DataConfig()))
     assert str(caught.value).endswith(
-        "its one column has ';' in its name: a csv has commas, a tsv tabs"
+        "the header is one column with ';': separate a csv by commas, a tsv by tabs"
     )
     assert "faulty" not in str(caught.value)
 
@@ -216,7 +216,7 @@ def test_another_delimiter_is_the_one_cause(tmp_path: Path) -> None:
 def test_semicolons_are_told_before_the_quotes_that_they_hide(tmp_path: Path) -> None:
     content = 'text;label\n"a, b";x\n'
     message = fault(tmp_path, "a.csv", content)
-    assert "line 2: its one column has ';' in its name" in message
+    assert "line 2: the header is one column with ';'" in message
     assert "quotes" not in message
 
 
@@ -319,7 +319,7 @@ def test_rows_of_one_column_that_quotes_join(tmp_path: Path) -> None:
     file = tmp_path / "rows.tsv"
     file.write_text('text\n"a\nb"\nc\n')
     (_, joined), (_, well) = read_records(str(file), "tsv")
-    assert "its quotes make one row of lines 2 to 3" in joined
+    assert "one quoted field spans lines 2 to 3" in joined
     assert well == {"text": "c"}
 
 
@@ -548,7 +548,7 @@ def test_splits_of_other_names(tmp_path: Path) -> None:
     ):
         sources(validation_split_name="validation_match")
     with pytest.raises(
-        ConfigError, match=r"has no split `test` with labels \(-1 .*Its splits: tra"
+        ConfigError, match=r"has no split `test` with labels \(not -1 .*Its splits: tra"
     ):
         sources(test_split_name="test")
 

@@ -93,7 +93,7 @@ def test_attributes_that_are_set_unseen(tmp_path: Path) -> None:
     entries = {"w": TensorProperties()}
     with pytest.raises(CheckpointError, match="_StorageInfo is made of arguments"):
         trust.refuse_code(write(tmp_path, Metadata(entries, storage_data={"w": hidden})))
-    with pytest.raises(CheckpointError, match="names that are no text"):
+    with pytest.raises(CheckpointError, match="some names in it are not text"):
         trust.refuse_code(write(tmp_path, Metadata({Other("w"): BytesStorageMetadata()})))
 
 
@@ -110,7 +110,7 @@ def test_metadata_anywhere(tmp_path: Path, place: str) -> None:
     with pytest.raises(CheckpointError, match=f"{place}.*metadata is not safe to load"):
         trust.refuse_code(tmp_path)
     (tmp_path / place / ".metadata").rename(tmp_path / place / "__0.metadata")
-    with pytest.raises(CheckpointError, match="__0.metadata does not belong into it"):
+    with pytest.raises(CheckpointError, match="__0.metadata does not belong in it"):
         trust.refuse_code(tmp_path)
 
 
@@ -119,7 +119,7 @@ def test_metadata_anywhere(tmp_path: Path, place: str) -> None:
     [
         ({"lr": 0.1}, {}, None),
         (Attribute(Path, "home"), {}, "Weights only load failed|getattr"),
-        ({"lr": 0.1}, {"relative_path": "../__0_0.distcp"}, "is no file of it"),
+        ({"lr": 0.1}, {"relative_path": "../__0_0.distcp"}, "is no shard of it"),
         ({"lr": 0.1}, {"transform_descriptors": ["zstd"]}, "is compressed"),
     ],
 )
