@@ -54,7 +54,9 @@ def build(config: TrainConfig, accelerator: Accelerator, watch: Watch) -> Run:
     """Make the parts of a run: data, plan, model, optimizer, schedule, loaders. Collective."""
     is_fsdp = accelerator.distributed_type == DistributedType.FSDP
     if is_fsdp and not accelerator.is_fsdp2 and config.lora_r is not None:
-        raise ConfigError(f"lora_r={config.lora_r}: FSDP1 cannot save adapters alone. Fix: FSDP2")
+        raise ConfigError(
+            f"lora_r={config.lora_r}: is not supported by FSDP1. Fix: fsdp_version: 2"
+        )
     if accelerator.num_processes > 1:
         refuse_other_jobs(config, accelerator, watch)
     tokenizer, splits = _load_rows(config, accelerator, watch)
@@ -216,7 +218,7 @@ def _build_model(
         refuse_other_models(model, splits.label_names, watch)
     if new_parameters:
         logger.info(
-            "not in the pretrained model, so drawn at random (a resume loads them): %s",
+            "newly initialized, as the pretrained model lacks them (a resume loads them): %s",
             ", ".join(new_parameters),
         )
     counts = [0, 0]
@@ -227,7 +229,7 @@ def _build_model(
         plain = getattr(model, "get_base_model", lambda: model)()
         logger.warning(
             "padding changes the outputs of %s: they depend on which rows share a batch, and the "
-            "curve on the split into micro-batches", type(plain).__name__,
+            "loss curve on the split into micro-batches", type(plain).__name__,
         )  # fmt: skip
     optimizer = make_optimizer(
         model, scaled_learning_rate(config), config.weight_decay, config.layerwise_lr_decay
@@ -282,13 +284,14 @@ def _resolve_batch(
     usual = TrainConfig.model_fields["per_device_train_batch_size"].default
     if at_once > needed and at_once != usual:
         logger.warning(
-            "per_device_train_batch_size=%d, the most at once: an update of global_batch_size=%d "
-            "samples takes %d on each rank. To fill them, another job: --global_batch_size %d",
+            "per_device_train_batch_size=%d is not reached: an update of global_batch_size=%d "
+            "samples has only %d per rank. Fix, in a new run: --global_batch_size %d",
             at_once, size, needed, one_pass,
         )  # fmt: skip
     if size < num_processes:
         raise ConfigError(
-            f"global_batch_size={size}: {num_processes} processes need {num_processes} or more"
+            f"global_batch_size={size}: one sample per process is needed. Allowed: {num_processes} "
+            "or more"
         )
     return config.resolved(global_batch_size=size, gradient_accumulation_steps=None), steps
 
@@ -301,7 +304,7 @@ def _warn_of_idle_keys(config: TrainConfig, num_steps: int, steps_per_epoch: int
     never = not is_share and num_steps <= round(config.warmup_steps)
     if never and config.lr_scheduler_type != "constant":
         logger.warning(
-            "warmup_steps=%g: the run has %d updates, and never comes to its learning_rate",
+            "warmup_steps=%g: the run has %d updates, and never reaches learning_rate. Fix: fewer",
             config.warmup_steps, num_steps,
         )  # fmt: skip
     evaluations = math.ceil(num_steps / (config.eval_steps or steps_per_epoch))

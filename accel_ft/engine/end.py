@@ -47,9 +47,9 @@ def finish(run: Run) -> None:
     if lost:
         keeps = run.config.load_best_model_at_end
         raise UserError(
-            f"the model of update {model_step} returns no numbers (NaN or infinite logits) for "
-            f"{lost} of {len(logits)} validation rows; no model/ is written. Fix: another run, "
-            "with a lower learning_rate, more warmup_steps, or "
+            f"the model of update {model_step} returns NaN or infinite logits for {lost} of "
+            f"{len(logits)} validation rows; no model/ is written. Fix: start a new run with "
+            "a lower learning_rate, more warmup_steps, or "
             + ("a smaller eval_steps" if keeps else "load_best_model_at_end")
         )
     if run.config.problem_type == "multi_label_classification":

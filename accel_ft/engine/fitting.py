@@ -84,8 +84,8 @@ def fit_micro_batch(
     whole = sum(parameter.nbytes for parameter in model.parameters())
     if capacity < 2 * whole:
         raise ConfigError(
-            f"per_device_train_batch_size=auto: the whole model, {whole / 2**20:,.0f} MiB, has no "
-            "room on a device to be measured on. Fix: a number, and FSDP (accelerate_configs)"
+            f"per_device_train_batch_size=auto: the whole model, {whole / 2**20:,.0f} MiB, and its "
+            "gradients must fit on one device. Fix: a number, and FSDP (accelerate_configs)"
         )
     model.to(accelerator.device).train()
     wanted = measured_need(accelerator, model, splits.train, pad)

@@ -86,7 +86,7 @@ class Graphs:
             try:
                 self.recorded[shape] = (inputs, *self._record(work))
             except Exception as error:
-                error.add_note("It is recorded as a CUDA graph; --cuda_graphs false does without.")
+                error.add_note("While recording a CUDA graph. To do without: --cuda_graphs false")
                 raise
         inputs, replay, loss = self.recorded[shape]
         for name, tensor in inputs.items():

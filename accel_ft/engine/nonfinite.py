@@ -72,7 +72,7 @@ def _count_in_oldest(run: Run) -> bool:
     run.outcomes.popleft()
     if overflows:
         logger.warning(
-            "update %d: gradients overflow in fp16; it is left out, and the loss scale %g halved",
+            "update %d: gradients overflow in fp16: it is skipped, and the loss scale %g halved",
             outcome.step + 1, scale,
         )  # fmt: skip
         run.events.write("overflow", step=outcome.step + 1, loss_scale=scale)
@@ -137,12 +137,12 @@ def handle_nonfinite(run: Run) -> bool:
         in_a_row = f", after {IN_A_ROW} others in a row" * (policy != "stop")
         pass_over = ", or on_nonfinite: skip or rollback" * (policy == "stop")
         raise UserError(
-            f"{message}{in_a_row}. The weights are those of update {first}; "
+            f"{message}{in_a_row}. The weights are those after update {first}; "
             f"the newest checkpoint is {newest}"
-            + f", the newest of earlier weights {older}" * (older != newest)
+            + f", the newest from before these weights {older}" * (older != newest)
             + ". Fix: "
-            + ("sound pretrained weights, smaller class_weights or labels; " * (first == 0))
-            + "a lower learning_rate or more warmup_steps, named by --allow_changed at a resume"
+            + ("other pretrained weights, smaller class_weights or labels; " * (first == 0))
+            + "a lower learning_rate or more warmup_steps (at a resume: --allow_changed KEY)"
             + ", bf16 in place of fp16" * (run.accelerator.mixed_precision == "fp16")
             + pass_over
         )
@@ -206,7 +206,7 @@ def _roll_back(run: Run, sick_step: int) -> None:
     run.passed_over = [*passed_over, *left_out]
     run.events.rewind(run.step, run.eval_is_due, run.passed_over)
     without = " and ".join(str(step + 1) for step in sorted(left_out))
-    logger.warning("rolled back to update %d, to go on without %s", run.step, without)
+    logger.warning("rolled back to update %d; leaving out update %s", run.step, without)
 
 
 def skip_if_left_out(run: Run) -> bool:

@@ -65,8 +65,8 @@ def refuse_fewer_updates(folder: Path, done: int, wanted: int) -> None:
     """
     if done > wanted:
         raise CheckpointError(
-            f"{folder}: {done} updates are done, and the job has {wanted}. "
-            "Fix: max_steps or num_train_epochs as they were, or greater"
+            f"{folder}: {done} updates are done, but the job has only {wanted}. "
+            "Fix: max_steps or num_train_epochs as before, or greater"
         )
 
 
@@ -94,8 +94,8 @@ def _tell_what_differs(run: Run, saved: dict[str, Any]) -> None:
     here, there = run.identity, saved["identity"]
     if any(here[key] != there[key] for key in ("global_batch_size", "train_data")):
         logger.warning(
-            "other rows, or another global_batch_size, than before: updates are counted, so %d of "
-            "%d are done, as if those had been of this job; rows of epoch %.2f come next",
+            "training rows or global_batch_size have changed: the %d of %d updates done so far "
+            "count as if they were made by this job, which goes on at epoch %.2f",
             run.step, run.num_steps, run.step / run.plan.steps_per_epoch,
         )  # fmt: skip
     if any(here[key] != there.get(key, here[key]) for key in OF_THE_PLAN):
@@ -128,14 +128,14 @@ def _forget_stale_best(run: Run, rows: str) -> list[Path]:
         raise run.best_is_lost()
     lost = [run.best_folder()] if is_lost and run.best_folder().exists() else []
     if other_rule or other_rows or is_lost:
-        why = f"now it is {rule}" if other_rule else "its checkpoint is lost"
+        why = f"the metric is now {rule}" if other_rule else "its checkpoint is lost"
         logger.warning(
-            "the best evaluation so far (by %s) is forgotten: %s",
-            metric, "the validation rows are others" if other_rows else why,
+            "the best evaluation so far (by %s) no longer counts: %s",
+            metric, "the validation rows have changed" if other_rows else why,
         )  # fmt: skip
         run.best, run.num_worse = None, 0
     elif metric != rule and run.config.load_best_model_at_end:
         logger.warning(
-            "the best model stays that by %s: no update is left to choose by %s", metric, rule
+            "the best model is still that by %s: no updates are left to choose by %s", metric, rule
         )
     return lost

@@ -218,7 +218,7 @@ class Run:
         self.watch.barrier()  # when the first rank ends, the launcher ends the others
         raise Preempted(
             f"{name}: stopped after update {self.step} of {self.num_steps}, which is saved. "
-            "Go on: the same command with --resume_from_checkpoint latest"
+            "To continue: the same command with --resume_from_checkpoint latest"
         )
 
     def check_stop(self) -> None:
@@ -380,10 +380,10 @@ class Run:
         """Return the error to raise if the best model is asked for, but its checkpoint is lost."""
         assert self.best is not None
         return CheckpointError(
-            f"{self.best_folder()}: is missing or damaged, and load_best_model_at_end wants it "
-            f"({self.best['metric']} {self.best['value']:.4f}); no update is left to find another. "
-            "Fix: put a copy of it back, or load_best_model_at_end: false for the last model; for "
-            "other rows, accel_ft.evaluate"
+            f"{self.best_folder()}: is missing or damaged, but load_best_model_at_end needs it "
+            f"({self.best['metric']} {self.best['value']:.4f}); no updates are left to find "
+            "another. Fix: restore a copy of it, or load_best_model_at_end: false to take the last "
+            "model; to measure other rows, accel_ft.evaluate"
         )
 
     def best_folder(self) -> Path:

@@ -48,11 +48,11 @@ def is_finished(run: Run) -> bool:
         return False  # another metric stopped it early
     if wanted["takes_best"] and chosen["metric"] not in (None, wanted["metric"]):
         logger.warning(
-            "its model was chosen by %s; no update is left to choose one by %s",
+            "the model was chosen by %s; no updates are left to choose one by %s",
             chosen["metric"], wanted["metric"],
         )  # fmt: skip
     is_done = chosen["takes_best"] == wanted["takes_best"] and _end_is_whole(run, receipt)
-    anew = "its end is made anew: other rows, another choice, or a part of model/ is missing"
+    anew = "its end is repeated: other evaluation rows, another choice, or model/ is incomplete"
     logger.info(
         "%s is finished: %s (%d of %d updates done%s)",
         run.output_dir, "nothing to do" if is_done else anew, step, run.num_steps,
@@ -116,7 +116,7 @@ def _tell_of_best(run: Run, best_step: int | None) -> None:
     if best_step is not None and was_kept and is_pruned:
         logger.warning(
             "load_best_model_at_end was on, and is off: the checkpoint of the best evaluation, of "
-            "update %d, is kept no longer than others", best_step,
+            "update %d, will be pruned like others", best_step,
         )  # fmt: skip
 
 
@@ -149,22 +149,22 @@ def start_or_resume(run: Run) -> None:
         logger.info("resumed from %s: %d of %d updates done", folder, run.step, run.num_steps)
     elif has_ended:
         raise CheckpointError(
-            f"{run.output_dir}: holds a finished run, whose checkpoints are gone: it cannot go on. "
+            f"{run.output_dir}: a finished run, and its checkpoints are gone: it cannot resume. "
             "Fix: another output_dir"
         )
     elif wanted is not None:
         saved = _saved_step(run)
         if saved > 0:
             raise CheckpointError(
-                f"{run.output_dir}: was at update {saved} already, and no checkpoint is here. Fix: "
+                f"{run.output_dir}: had reached update {saved}, but its checkpoints are gone. Fix: "
                 "put `checkpoints` back (a disk that is not mounted?), --resume_from_checkpoint "
-                "FOLDER for one elsewhere, or from the beginning in another output_dir"
+                "FOLDER for one elsewhere, or start again in another output_dir"
             )
         logger.info("no checkpoint in %s yet: starting from the beginning", run.checkpoints)
     later = [path for step, path in transaction.list_published(run.checkpoints) if step > run.step]
     if later and wanted != "latest":
         raise CheckpointError(
-            f"resume_from_checkpoint={wanted}: {run.checkpoints} holds later ones, up to "
+            f"resume_from_checkpoint={wanted}: {run.checkpoints} holds later checkpoints, up to "
             f"{later[-1].name}. Fix: another output_dir, or remove them yourself"
         )
     saves_first = is_elsewhere or (run.config.on_nonfinite == "rollback" and run.step == 0)

@@ -45,20 +45,22 @@ def choose_trained(model: Any, config: TrainConfig, new_parameters: Sequence[str
     """
     if config.gradient_checkpointing and config.freeze is None:  # frozen: no backward there
         if not model.supports_gradient_checkpointing:
-            raise ConfigError(f"gradient_checkpointing=true: {type(model).__name__} cannot")
+            raise ConfigError(
+                f"gradient_checkpointing=true: {type(model).__name__} does not support it"
+            )
         older = "gradient_checkpointing_enable"  # its name before transformers 5.20
         enable = getattr(model, "activation_checkpointing_enable", None) or getattr(model, older)
         enable({"use_reentrant": False})
     if config.freeze == "encoder":
         if model.base_model is model:
-            raise ConfigError(f"freeze=encoder: {type(model).__name__} has no encoder of its own")
+            raise ConfigError(f"freeze=encoder: {type(model).__name__} has no separate encoder")
         model.base_model.requires_grad_(False)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(parameter.requires_grad or name in new_parameters)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ConfigError(
-                f"freeze=encoder: {type(model).__name__} has its head in its encoder, and nothing "
-                "else to train. Fix: --freeze none"
+                f"freeze=encoder: {type(model).__name__} has its head in its encoder: nothing "
+                "would be trained. Fix: --freeze none"
             )
     if config.lora_r is not None:
         whole = [*new_parameters, *_outside(model)]
@@ -114,15 +116,15 @@ def _lora_targets(model: Any, wanted: Sequence[str], heads: set[str]) -> list[st
     ends = sorted({name.rpartition(".")[2] for name in linear})
     for target in wanted:  # peft matches suffixes, and raises only if no target matches
         meant = [name for name in every if f".{name}".endswith(f".{target}")]
-        why = "" if meant else "no layer's name ends so"
+        why = "" if meant else "no layer's name ends in it"
         if several := [name for name in meant if name in shared]:
-            why = f"{several[0]} has its weight in common with another"
+            why = f"{several[0]} shares its weight with another layer"
         if meant and all(_is_head(name) or name in heads for name in meant):
-            why = "the head is trained whole"
+            why = "the head is trained in full"
         if why:
             raise ConfigError(
                 f"lora_target_modules={target}: {why}.{nearest(target, ends)} "
-                f"Linear layers: {', '.join(ends)}"
+                f"Allowed: {', '.join(ends)}"
             )
     return list(wanted) or linear
 
@@ -197,15 +199,15 @@ def merged(
         found = load.provenance(name) if pretrained else {}
     except ConfigError as error:
         raise ConfigError(
-            f"base_model_name_or_path={name}: the adapters' pretrained model cannot be had here. "
-            "Fix: the folder that the run was started in, or the model where it was "
+            f"base_model_name_or_path={name}: the adapters' pretrained model cannot be loaded. Fix: "
+            "start from the folder of the training command, or restore the model "
             f"({first_line(error)})"
         ) from error
     for part, known in pretrained.items() if found else ():
         now = found.get(part, "not there")
         if known != now:
             raise CheckpointError(
-                f"base_model_name_or_path={name}: the adapters were trained on another one: "
+                f"base_model_name_or_path={name}: the adapters were trained on other weights: "
                 f"{part} was {known[:12]}..., is {now[:12]}..."
             )
     with without_bars():
@@ -219,7 +221,7 @@ def merged(
     lost = {name for name in new_parameters if f"base_model.model.{name}" not in saved}
     if strange := sorted(trained ^ (weights.keys() - buffers) | lost):
         raise CheckpointError(
-            f"the checkpoint's adapters are not those of {folder}: {listed(strange, 5)}"
+            f"the checkpoint's adapters do not fit {folder}: {listed(strange, 5)}"
         )
     model.load_state_dict(weights, strict=False)
     return model.merge_and_unload()

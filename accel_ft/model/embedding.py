@@ -32,11 +32,11 @@ def tied_modules(model: nn.Module) -> list[str]:
 def why_unshardable(model: Any) -> str | None:
     """Return why accelerate's FSDP2 cannot shard a plain model; None if it can."""
     if tied := tied_modules(model):
-        return f"its word embedding is in several places, {', '.join(tied)}"
+        return f"its word embedding is shared by modules: {', '.join(tied)}"
     if not isinstance(word_embedding(model), nn.Module):
-        return "it does not say which module its tokens go in by"
+        return "its get_input_embeddings() does not work"
     if model.config.model_type == "squeezebert":
-        return "it passes over its layers' hooks"
+        return "it bypasses its layers' hooks"
     return None
 
 

@@ -50,7 +50,7 @@ def resolve(name: str, key: str = "model_name_or_path") -> str:
                 fix = str(folder / "model") if of_run else "the folder of a whole model"
                 fix += ", of a run, or of a checkpoint (step_...)" * (key == "checkpoint")
                 if (folder / "adapter_config.json").is_file():
-                    fix = "its adapters merged (peft's merge_and_unload), and saved"
+                    fix = "merge its adapters (peft's merge_and_unload) and save"
                 raise ConfigError(f"{key}={name}: holds no model (no config.json). Fix: {fix}")
             return name
         if folder.is_file():
@@ -120,7 +120,8 @@ def _refuse_words_elsewhere(folder: str, key: str) -> None:
             is_file = isinstance(place, str) and Path(place).exists()
             if is_file and not Path(place).resolve().is_relative_to(Path(folder).resolve()):
                 raise ValueError(
-                    f"its tokenizer_config.json takes {place!r} for its {name}. Fix: take that out"
+                    f"its tokenizer_config.json has {name}={place!r}, outside its folder. "
+                    "Fix: remove that"
                 )
 
 
@@ -138,7 +139,7 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
     except ConfigError as error:
         if "tiktoken" in str(error) and importlib.util.find_spec("sentencepiece") is None:
             raise ConfigError(
-                f"{key}={folder}: its tokenizer is of SentencePiece. "
+                f"{key}={folder}: its tokenizer needs SentencePiece. "
                 "Fix: pip install sentencepiece protobuf"
             ) from error
         raise
@@ -147,19 +148,19 @@ def load_tokenizer(folder: str, key: str = "model_name_or_path") -> Any:
         tokenizer.num_special_tokens_to_add(pair=False)
     except (AssertionError, TypeError, ValueError) as error:  # needs boxes or tables too
         raise ConfigError(
-            f"{key}={folder}: its tokenizer takes no plain text: {in_one_line(error)}"
+            f"{key}={folder}: its tokenizer rejects plain text: {in_one_line(error)}"
         ) from error
     except Exception:  # of `tokenizers`: "a" is unknown, and there is no unknown token
         encoded = tokenizer("")
     if strange := sorted(set(encoded) - set(INPUTS)):
         raise ConfigError(
-            f"{key}={folder}: its model takes {listed(strange, 5)} of each text too, which "
-            "accel_ft does not pass on. Fix: a model of another kind"
+            f"{key}={folder}: its model also needs {listed(strange, 5)} for each text, which "
+            "accel_ft does not provide. Fix: another kind of model"
         )
     keep_no_truncation(tokenizer)
     if len(tokenizer) <= len(set(tokenizer.all_special_tokens)) + 2:  # an empty DeBERTa has 2 more
         raise ConfigError(
-            f"{key}={folder}: its tokenizer knows no words, only {tokenizer.all_special_tokens}. "
+            f"{key}={folder}: its vocabulary is empty but for {tokenizer.all_special_tokens}. "
             "Fix: put tokenizer.json (or vocab.txt) beside config.json"
         )
     if tokenizer.pad_token_id is None:  # a decoder often has none
@@ -216,7 +217,7 @@ def load_parts(folder: str) -> tuple[Any, Any, list[str]]:
     names = labels_of(config)
     if not names:
         raise ConfigError(
-            f"checkpoint={folder}: is no sequence classifier but {config.architectures}. "
+            f"checkpoint={folder}: is {config.architectures}, not a sequence classifier. "
             "Fix: a run, a checkpoint, or train it first"
         )
     if config.problem_type not in (None, *METRICS):
@@ -258,8 +259,8 @@ def load_model_config(folder: str, key: str = "model_name_or_path", **settings: 
     attention = str(config._attn_implementation)
     if "/" in attention:
         raise ConfigError(
-            f"{key}={folder}: its config.json wants an attention kernel from the Hub, {attention}, "
-            "which is code. Fix: remove attn_implementation from it"
+            f"{key}={folder}: its config.json loads an attention kernel from the Hub, {attention}, "
+            "which is code. Fix: remove its attn_implementation"
         )
     return config
 
@@ -270,7 +271,7 @@ def _warn_of_full_attention(kind: str) -> None:
     for good: the output for a row would depend on the rows before.
     """
     logger.warning(
-        "%s attends in full, not in sparse blocks: more memory and time for long texts", kind
+        "%s uses full attention, not block-sparse: more memory and time for long texts", kind
     )
 
 
@@ -295,7 +296,7 @@ def check_max_seq_length(max_seq_length: int, limit: int | None) -> None:
     """
     if limit is not None and limit < max_seq_length:
         raise ConfigError(
-            f"max_seq_length={max_seq_length}: the model sees {limit} tokens. Allowed: 2-{limit}"
+            f"max_seq_length={max_seq_length}: the model takes {limit} tokens. Allowed: 2-{limit}"
         )
 
 
@@ -308,8 +309,8 @@ def check_trainable(config: Any) -> None:
     lengths = {getattr(config, key, None) for key in ("num_landmarks", "segment_means_seq_len")}
     if config.model_type == "reformer" or len(lengths) > 1:  # Nystromformer, unless equal
         raise ConfigError(
-            f"model_name_or_path={config.name_or_path}: {config.model_type} wants all batches of "
-            "one length, which accel_ft does not make. Fix: a model of another kind"
+            f"model_name_or_path={config.name_or_path}: {config.model_type} needs all batches "
+            "padded to one length, which accel_ft does not do. Fix: another kind of model"
         )
 
 
@@ -325,8 +326,8 @@ def check_tokens(
     token_id = max(greatest_id, tokenizer.pad_token_id)
     if isinstance(known, int) and token_id >= known:
         raise ConfigError(
-            f"{key}={config.name_or_path}: its tokenizer gives token {token_id}, its model knows "
-            f"{known}. Fix: model.resize_token_embeddings(len(tokenizer)); save both"
+            f"{key}={config.name_or_path}: its tokenizer gives token id {token_id}, its model has "
+            f"{known} embeddings. Fix: model.resize_token_embeddings(len(tokenizer)); save both"
         )
 
 
@@ -367,14 +368,14 @@ def load_for_training(
     ]
     if lost:
         raise ConfigError(
-            f"model_name_or_path={folder}: {len(lost)} of its weights are missing, or of "
-            f"another size than its config.json says, {lost[0]} the first"
+            f"model_name_or_path={folder}: {len(lost)} weights are missing, or differ in size "
+            f"from its config.json, first {lost[0]}. Fix: a complete model"
         )
     sick = [n for n, p in parameters.items() if not (p.sum().isfinite() or p.isfinite().all())]
     if sick:
         raise ConfigError(
             f"model_name_or_path={folder}: NaN or infinite weights in {listed(sick, 3)}. "
-            "Fix: sound pretrained weights"
+            "Fix: other pretrained weights"
         )
     model.config.architectures = [type(model).__name__]  # a base model's config names another
     return model, new_parameters
@@ -444,7 +445,7 @@ def _load(key: str, folder: str, **kwargs: Any) -> tuple[Any, list[str]]:
         parts = "shards" if are_shards else f"adapters ({ADAPTER_CONFIG_NAME})"
         raise ConfigError(
             f"{key}={folder}: holds {parts}, not a whole model. "
-            "Fix: one made of these, as `accel_ft.export` does of a run's"
+            "Fix: merge them into one, as `accel_ft.export` does for a run"
         )
     load = AutoModelForSequenceClassification.from_pretrained
     model, info = _from_pretrained(
@@ -462,5 +463,5 @@ def _from_pretrained(key: str, folder: str, load: Callable[..., Any], **kwargs: 
             parts = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {})
             for name in parts.values():
                 if Path(name).name != name:
-                    raise ValueError(f"{index.name} names {name!r}, no file of the folder")
+                    raise ValueError(f"{index.name} names {name!r}, outside the folder")
         return load(folder, trust_remote_code=False, **kwargs)  # never a model's own code

@@ -214,9 +214,7 @@ def test_a_micro_batch_larger_than_the_update_is_told(caplog: pytest.LogCaptureF
     """Who comes from the Trainer takes per_device_train_batch_size for what decides the batch."""
     config = TrainConfig(per_device_train_batch_size=64)
     assert _resolve_batch(config, 2, 1000)[0].global_batch_size == 32
-    assert (
-        "takes 16 on each rank. To fill them, another job: --global_batch_size 128" in caplog.text
-    )
+    assert "has only 16 per rank. Fix, in a new run: --global_batch_size 128" in caplog.text
     caplog.clear()
     for size, ranks in ((32, 2), (16, 2), (11, 3)):  # the first is what it is when it is not set
         config = TrainConfig(per_device_train_batch_size=size)
