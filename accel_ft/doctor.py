@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     is_main = os.environ.get("RANK", "0") == "0"
     setup_logging(False)  # print only the findings
     # Stays the last finding until the end: a report that is cut short must not look like a pass.
-    unfinished = "did not come to its end", "standard error says why"
+    unfinished = "did not finish", "see standard error for the reason"
     findings = [Finding("examination", Verdict.FAIL, *unfinished)]
 
     def write() -> None:

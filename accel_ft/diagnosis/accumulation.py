@@ -218,22 +218,22 @@ def accumulation_calls(  # noqa: PLR0911
         )
     if LEFT in events:
         return Verdict.FAIL(
-            f"{events.count(LEFT)} updates begin with the gradients of the one before",
+            f"{events.count(LEFT)} updates begin with the gradients of the update before",
             "optimizer.zero_grad() after each step",
         )
     if UNSUMMED in events:
         return Verdict.FAIL(
             f"{events.count(UNSUMMED)} updates step on gradients not summed over the ranks",
-            "the last backward pass of an update outside no_sync() (accelerator.accumulate does "
-            "so), and each forward pass through the model that DDP has wrapped; local SGD means to",
+            "run the last backward pass of an update outside no_sync() (accelerator.accumulate "
+            "does), and each forward pass through the DDP-wrapped model; fine for local SGD",
         )
     about = f"{len(updates)} updates of {listed(sorted(set(counts)), 8)} micro-batches"
     if most > accumulation_steps or (most < accumulation_steps and len(updates) > 1):
         return Verdict.FAIL(
-            f"{about} in place of {accumulation_steps}",
+            f"{about} instead of {accumulation_steps}",
             "step once for all of them: with accelerator.accumulate(model) around each, and "
-            "Accelerator(gradient_accumulation_steps=...); losses with a backward pass each count "
-            "as micro-batches",
+            "Accelerator(gradient_accumulation_steps=...); each backward pass counts as a "
+            "micro-batch",
         )
     # a scheduler steps after the optimizer: its step is in the block that follows
     schedules = max(
@@ -250,9 +250,9 @@ def accumulation_calls(  # noqa: PLR0911
         return judged(
             f"the scheduler is stepped {schedules} times an update"
             + (", once for each rank" if is_for_each_rank else ""),
-            "step it once after each optimizer step; one that Accelerate has prepared is stepped "
-            "once for each rank: count its steps over all ranks (before prepare), or leave it out "
-            "of prepare()",
+            "step it once after each optimizer step; Accelerate steps a prepared scheduler once "
+            "for each rank: make it with num_processes times as many steps, or leave it out of "
+            "prepare()",
         )
     sums = max(update.count(REDUCE) for update in updates)
     if sums > 1:
@@ -264,7 +264,7 @@ def accumulation_calls(  # noqa: PLR0911
     if counts[0] < most and set(counts[1:]) == {most}:
         return Verdict.WARN(
             f"{about}: a short first block",
-            "step after every k-th batch: where (number + 1) % k == 0, of numbers from 0",
+            "step after every k-th batch: if (index + 1) % k == 0, counting from 0",
         )
     if len(set(counts)) > 1:
         return Verdict.WARN(
@@ -299,7 +299,7 @@ def accumulated_gradient(
         )
         aa, ab, bb = aa + (a * a).sum(), ab + (a * b).sum(), bb + (b * b).sum()
     if not bb:
-        return Verdict.FAIL("the whole batch leaves no gradient", "is anything trained?")
+        return Verdict.FAIL("the whole batch leaves no gradient", "check requires_grad")
     factor = float(ab / bb)
     left = (aa - 2 * factor * ab + factor**2 * bb).clamp_min(0)  # |ours - factor * theirs|^2
     rest = float((left / aa.clamp_min(1e-60)).sqrt())

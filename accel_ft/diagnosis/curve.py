@@ -34,19 +34,19 @@ def same_curve(
         if grown > DIVERGED * abs(b[0, 0]):
             return Verdict.SKIP(
                 f"on one process, too, the loss grows from {b[0, 0]:.3f} to {grown:.3f} until "
-                f"update {first}, and rounding with it",
-                "a lower learning_rate, and more warmup_steps",
+                f"update {first}, and rounding errors with it",
+                "use a lower learning_rate, and more warmup_steps",
             )
         mine, theirs = a[first - 1], b[first - 1]
         if not np.isfinite(theirs).all():
             return Verdict.FAIL(
                 f"update {first}: loss {theirs[0]}, gradient norm {theirs[1]} on one process, too",
-                "sound pretrained weights and labels, a lower learning_rate, more warmup_steps",
+                "check pretrained weights and labels; a lower learning_rate, more warmup_steps",
             )
         return Verdict.FAIL(
             f"update {first}: loss {mine[0]:.6f} against {theirs[0]:.6f}, gradient norm "
             f"{mine[1]:.6f} against {theirs[1]:.6f} on one process",
-            "divide by the label weight of the whole global batch; give each rank its share of the "
-            "same batch",
+            "divide the loss by the label weight of the whole global batch; give each rank its "
+            "share of the same batch",
         )
     return Verdict.PASS(f"{len(gaps)} updates, greatest relative difference {gaps.max():.1e}")

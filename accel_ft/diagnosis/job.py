@@ -64,7 +64,7 @@ UPDATES = 4
 LIMIT_SECONDS, KEPT = 60, 2
 ROWS, EVAL_ROWS = 256, 64
 LEARNT_ROWS, LEARNT_TOKENS = 64, 16
-FP16 = "fp16: gradients alone mean nothing without the loss scaler"
+FP16 = "fp16: gradients mean nothing without the loss scaler"
 TOLERANCE = {"no": 1e-4, "bf16": 0.05}
 
 
@@ -87,9 +87,9 @@ def preflight(run: Run) -> None:
         if found.verdict is Verdict.FAIL:
             faults.append(f"{found.check}: {found.measured}. Fix: {found.mend}")
         elif found.verdict is Verdict.WARN and run.accelerator.is_main_process:
-            logger.warning("%s: %s. Mend: %s", found.check, found.measured, found.mend)
+            logger.warning("%s: %s. Fix: %s", found.check, found.measured, found.mend)
     if faults:
-        faults.append(f"({DOCTOR}; --preflight off starts all the same)")
+        faults.append(f"({DOCTOR}; --preflight off skips these checks)")
         raise LaunchError("\n  ".join(faults))
 
 
@@ -248,7 +248,7 @@ def _on_the_data(run: Run) -> Iterator[Finding]:
     if run.plan.steps_per_epoch > 1:
         yield sampling.training_sampling(Epoch(), len(run.splits.train), _places)
     else:  # sorted by length, its order may not change
-        yield Finding("training rows", Verdict.SKIP, "an epoch is one batch")
+        yield Finding("training rows", Verdict.SKIP, "an epoch is one update")
     yield sampling.evaluation_sampling(run.validation_loader, len(run.splits.validation), _places)
 
 
@@ -285,7 +285,7 @@ def _on_a_plain_model(run: Run, config: TrainConfig, capacity: int) -> Iterator[
     yield tensors.in_place(model, loss)
     first = _backward(run, model, 0, parts)
     if run.config.problem_type == "regression":
-        yield Finding("initial loss", Verdict.SKIP, "nothing is known of a regression's")
+        yield Finding("initial loss", Verdict.SKIP, "a regression has no usual one")
     else:  # multi-label: each label is a choice of two
         several = run.config.problem_type == "multi_label_classification"
         num_labels = 2 if several else len(run.splits.label_names)
@@ -360,7 +360,7 @@ def _learning(run: Run, model: nn.Module) -> Iterator[Finding]:
     yield learning.usual_rate(rate, 1.0 if is_part else learning.HIGHEST_RATE)
     is_frozen = run.config.freeze is not None
     if is_frozen or run.accelerator.mixed_precision == "fp16":
-        why = "a frozen encoder learns no rows by heart" if is_frozen else FP16
+        why = "a frozen encoder cannot memorize rows" if is_frozen else FP16
         yield Finding("overfits", Verdict.SKIP, why)
         return
     split = run.splits.train

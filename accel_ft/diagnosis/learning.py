@@ -32,11 +32,11 @@ def initial_loss(loss: float, num_labels: int, is_fresh: bool = True) -> Finding
     expected = math.log(num_labels)
     about = f"{loss:.4f}, ln({num_labels}) is {expected:.4f}"
     if not math.isfinite(loss):
-        return Verdict.FAIL(about, "see the inputs and the precision: no number comes out")
+        return Verdict.FAIL(about, "check the inputs and the precision: it is not finite")
     if loss > 2 * expected + 0.5 or (is_fresh and loss < expected / 2):
         return Verdict.WARN(
             about,
-            "a fresh head should begin near it: see the labels, the size of the head's weights, "
+            "a new head should begin near it: check the labels, the size of the head's weights, "
             "and whether the loss is a mean",
         )
     return Verdict.PASS(about)
@@ -53,7 +53,7 @@ def usual_rate(learning_rate: float, highest: float = HIGHEST_RATE) -> Finding:
     if LOWEST_RATE <= learning_rate <= highest:
         return Verdict.PASS(f"{learning_rate:g}")
     about = f"{learning_rate:g} is not between {LOWEST_RATE:g} and {highest:g}"
-    return Verdict.WARN(about, "2e-5 to 1e-4 for a whole encoder, 1e-3 for adapters or a head")
+    return Verdict.WARN(about, "try 2e-5 to 1e-4 for a whole encoder, 1e-3 for adapters or a head")
 
 
 @check("gradient norms")
@@ -69,16 +69,16 @@ def gradient_norms(model: nn.Module) -> Finding:
         if p.grad is not None
     }
     if not norms:
-        return Verdict.FAIL("no parameter has a gradient", "loss.backward(), requires_grad")
+        return Verdict.FAIL("no parameter has a gradient", "check loss.backward(), requires_grad")
     sick = [name for name, norm in norms.items() if not math.isfinite(norm)]
     if sick:
         return Verdict.FAIL(
-            f"not finite: {listed(sick)}", "see the inputs, the precision, the rate"
+            f"not finite: {listed(sick)}", "check inputs, precision and learning rate"
         )
     still = [name for name, norm in norms.items() if norm == 0.0 and "lora_" not in name]
     total = math.sqrt(sum(norm**2 for norm in norms.values()))
     if total == 0.0:
-        return Verdict.FAIL("all are zero", "the loss does not depend on the weights")
+        return Verdict.FAIL("all are zero", "make the loss depend on the weights")
     about = f"{total:.4f} in all, {len(norms)} parameters"
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     if frozen:
@@ -121,7 +121,7 @@ def overfits(
     if is_near:
         return Verdict.PASS(about)
     if len(losses) < steps and losses[-1] < losses[0] / 2:
-        return Verdict.PASS(f"{about}, all that {seconds:.0f} s allow: less than half is enough")
+        return Verdict.PASS(f"{about}, in the {seconds:.0f} s allowed: below half is enough")
     about = f"{about}, not below {goal:.3g}"
     falls = losses[-1] < FALLING * losses[0]
     if len(losses) < (steps if falls else min(steps, ENOUGH_UPDATES)) and math.isfinite(losses[-1]):
@@ -129,9 +129,9 @@ def overfits(
     verdict = Verdict.WARN if max(losses[-3:]) < LEARNT * chance else Verdict.FAIL
     return verdict(
         about,
-        "are labels and rows of one sample? is a layer frozen, see `gradient norms`, that should "
-        "learn? does the optimizer hold the parameters, and is the "
-        "learning rate of the right size (1e-5 to 1e-3 for AdamW)?",
+        "do labels and texts belong together? is a layer frozen that should learn (see `gradient "
+        "norms`)? does the optimizer hold the parameters, and is the learning rate in its usual "
+        "range (1e-5 to 1e-3 for AdamW)?",
     )
 
 
@@ -143,12 +143,12 @@ def varied_texts(rows: Sequence[NDArray[np.int32]]) -> Finding:
         rows: token ids of each text, truncated as in training.
     """
     count = len({row.tobytes() for row in rows})
-    about = f"{count} different ones in {len(rows)} rows, tokenised and cut"
+    about = f"{count} different ones in {len(rows)} rows, tokenised and truncated"
     if count <= len(rows) / 2 and len(rows) >= ENOUGH_ROWS:
         return Verdict.WARN(
             about,
-            "rows without copies; a tokenizer that knows their words; a max_seq_length "
-            "beyond what all of them begin with",
+            "remove duplicates; a tokenizer that knows their words; a max_seq_length "
+            "beyond the beginning that they share",
         )
     return Verdict.PASS(about)
 
@@ -165,7 +165,7 @@ def varied_predictions(logits: torch.Tensor) -> Finding:
     counts = torch.bincount(logits.argmax(-1).flatten().cpu(), minlength=logits.shape[-1])
     about = f"of {len(logits)} rows by class: {counts.tolist()}"
     if not torch.isfinite(logits).all():
-        return Verdict.FAIL("logits are not finite", "see the inputs and the precision")
+        return Verdict.FAIL("logits are not finite", "check the inputs and the precision")
     if len(logits) >= 8 and int((counts > 0).sum()) == 1:
         return Verdict.WARN(f"{about}: one class for all", "train longer, or see `overfits`")
     return Verdict.PASS(about)

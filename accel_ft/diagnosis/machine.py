@@ -57,7 +57,7 @@ def devices(device: torch.device, precision: str) -> Finding:
     if len(set(places)) < len(places):
         return Verdict.FAIL(
             f"several ranks on one device: {listed(places, 8)}",
-            "LOCAL_RANK decides the device: as many processes as GPUs",
+            "LOCAL_RANK selects the GPU: start one process per GPU",
         )
     if precision == "no":
         return Verdict.PASS(about)
@@ -66,7 +66,7 @@ def devices(device: torch.device, precision: str) -> Finding:
         f"; a product of matrices in {precision} takes {slowest:.2f} times as long as in float32"
     )
     if slowest > SLOW:
-        return Verdict.WARN(about, "for another run mixed_precision no, on a GPU maybe fp16")
+        return Verdict.WARN(about, "in a new run mixed_precision: no, on a GPU maybe fp16")
     return Verdict.PASS(about)
 
 
@@ -114,7 +114,7 @@ def links(device: torch.device) -> Finding:
         if wrong:
             return Verdict.FAIL(
                 f"{size} bytes of ones do not sum to {count} on rank {listed(wrong)}",
-                "the link or its driver corrupts data: NCCL_P2P_DISABLE=1 tells which path",
+                "the link or its driver corrupts data: see if NCCL_P2P_DISABLE=1 avoids it",
             )
         seconds = max(seconds for seconds, _ in ranks)
         rate = 2 * (count - 1) / count * size / seconds / 1e9
@@ -182,7 +182,9 @@ def clocks() -> Finding:
         spreads.append(max(times) - min(times))
     spread = min(spreads)
     if spread > SKEW_SECONDS:
-        return Verdict.WARN(f"{spread:.1f} s apart", "chrony or ntpd: logs are compared by time")
+        return Verdict.WARN(
+            f"{spread:.1f} s apart", "run chrony or ntpd: logs are compared by time"
+        )
     return Verdict.PASS(f"less than {max(spread, 0.001):.3f} s apart")
 
 

@@ -41,7 +41,7 @@ def construction_order(log: list[bool], num_ranks: int) -> Finding:
         num_ranks: how many ranks the launcher started.
     """
     if num_ranks == 1:
-        return Verdict.SKIP("one process: there is no group to be late")
+        return Verdict.SKIP("one process: no process group is needed")
     ranks = gather((log.count(False), dist.is_initialized()))
     if not all(has_group for _, has_group in ranks):
         return Verdict.FAIL("there is no process group", "Accelerator() or init_process_group()")
@@ -49,7 +49,7 @@ def construction_order(log: list[bool], num_ranks: int) -> Finding:
     if at_fault:
         return Verdict.WARN(
             f"{max(early for early, _ in ranks)} DataLoader built before the process group, on "
-            f"rank {listed(at_fault)}: a sampler made then knows one rank",
+            f"rank {listed(at_fault)}: its sampler may be made for a single rank",
             "make the Accelerator (or init_process_group) first, then the DataLoader; see "
             "`training rows` for whether the ranks share their rows",
         )
@@ -103,7 +103,7 @@ def arrival(stage: str, limit_seconds: float = SPREAD_SECONDS) -> Finding:
             f"arrival at {stage}",
             Verdict.WARN,
             f"{about}; rank {last} comes last",
-            f"see what rank {last} does before it; a rank that prepares data for all is best "
-            "waited for with a time limit of its own",
+            f"see what rank {last} does before it; to wait for a rank that prepares data for all, "
+            "use a time limit of its own",
         )
     return Finding(f"arrival at {stage}", Verdict.PASS, about)

@@ -117,13 +117,13 @@ def post_mortem(
     if hung:
         return Verdict.FAIL(
             f"a hang: {about}",
-            "all ranks must come to the same collectives in the same order: compare the lines; "
+            "all ranks must call the same collectives in the same order: compare the lines; "
             f"loaders of unequal length end early on one rank; {NCCL}",
         )
     return Verdict.FAIL(
         about,
-        f"the first is the likeliest cause, but for ranks that ended without a message, whose time "
-        f"of end is not known: the files in {folder} say more",
+        f"the first is the likeliest cause, except that the time at which ranks without a message "
+        f"ended is not known: see the files in {folder}",
     )
 
 

@@ -46,9 +46,9 @@ def same_weights(model: nn.Module) -> Finding:
     return _alike(
         model,
         model.named_parameters(),
-        "the same seed on every rank before the model is made (accelerate.utils.set_seed), or "
-        "accelerator.prepare(model), which sends rank 0's round; gradients that are summed (see "
-        "`accumulation`); no step of one rank alone",
+        "set the same seed on every rank before the model is made (accelerate.utils.set_seed), or "
+        "accelerator.prepare(model), which broadcasts rank 0's; sum the gradients over the ranks "
+        "(see `accumulation`); never step on one rank only",
     )
 
 
@@ -65,13 +65,13 @@ def same_buffers(model: nn.Module) -> Finding:
     named = [(name, b) for name, b in model.named_buffers() if not hasattr(b, "to_local")]
     kept = [(name, buffer) for name, buffer in named if id(buffer) not in sent]
     if sent and not kept:
-        return Verdict.PASS("DDP sends rank 0's before each forward pass")
+        return Verdict.PASS("DDP broadcasts rank 0's before each forward pass")
     return _alike(
         None,  # FSDP neither shards nor broadcasts buffers
         kept,
-        "leave DDP's broadcast_buffers on: rank 0's are sent before each forward pass, so save on "
-        "rank 0; SyncBatchNorm where the statistics of all ranks are wanted, as under FSDP, which "
-        "sends none",
+        "leave DDP's broadcast_buffers on: it broadcasts rank 0's before each forward pass, so "
+        "save on rank 0; SyncBatchNorm for the statistics of all ranks, as under FSDP, which "
+        "broadcasts none",
     )
 
 
@@ -84,8 +84,8 @@ def same_gradients(model: nn.Module) -> Finding:
     return _alike(
         model,
         gradients,
-        "every rank runs the same backward passes through the wrapped model, the last one outside "
-        "no_sync(), and nothing but clipping changes gradients afterwards",
+        "run the same backward passes through the wrapped model on every rank, the last one "
+        "outside no_sync(), and let nothing but clipping change gradients afterwards",
     )
 
 
@@ -99,8 +99,8 @@ def used_parameters(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Findi
     unused = [name for name, _ in named if name not in gradients]
     if unused:
         return Verdict.WARN(
-            f"{len(unused)} of {len(named)} get no gradient: {listed(unused)}; unless it is told "
-            "to look for them, DDP stops at the next forward pass",
+            f"{len(unused)} of {len(named)} get no gradient: {listed(unused)}; without "
+            "find_unused_parameters, DDP stops at the next forward pass",
             "requires_grad_(False) for them, or DistributedDataParallelKwargs("
             "find_unused_parameters=True) (accel_ft sets it), which costs a pass over the graph at "
             "each step",
@@ -123,13 +123,13 @@ def same_loss(loss: Callable[[Any], torch.Tensor], batch: Any) -> Finding:
         losses = gather(float(loss(first)))
     if not any(map(math.isfinite, losses)):
         return Verdict.FAIL(
-            f"of the same batch every rank computes {losses[0]}",
-            "sound weights and labels: look at batch and pretrained model on one process",
+            f"every rank computes {losses[0]} for the same batch",
+            "check weights and labels: try the batch and pretrained model on one process",
         )
     limit = 1e-6 * max(1.0, abs(losses[0]))
     if not all(abs(value - losses[0]) <= limit for value in losses):
         return Verdict.FAIL(
-            f"of the same batch the ranks compute {listed([f'{x:.7f}' for x in losses], 8)}",
-            "see `same weights` and `same buffers`; else the ranks run other code or precision",
+            f"for the same batch the ranks compute {listed([f'{x:.7f}' for x in losses], 8)}",
+            "see `same weights` and `same buffers`; else the ranks differ in code or precision",
         )
     return Verdict.PASS(f"{losses[0]:.6f} on {len(losses)} ranks")

@@ -86,7 +86,7 @@ def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
         one, other = ours.get(key, ...), theirs.get(key, ...)
         if one != other and repr(one) != repr(other):  # repr: NaN equals itself
             are_numbers = isinstance(one, int | float) and isinstance(other, int | float)
-            words.append(f"{key} {other} in place of {one}" if are_numbers else key)
+            words.append(f"{key} {other} instead of {one}" if are_numbers else key)
     return words
 
 
@@ -123,11 +123,11 @@ def resume(make: Callable[[], Job], folder: Path, steps: int = 3) -> list[Findin
     ]
     read = _values(again.step(), "sample")
     mend = (
-        "save epoch and batch, and go on there: accelerator.skip_first_batches(loader, n), with "
-        "the epoch's own order (set_epoch)"
+        "save epoch and batch, and continue there: accelerator.skip_first_batches(loader, n), "
+        "after set_epoch(epoch)"
     )
     findings.append(_part("resume: position in the data", samples, read, mend))
-    mend = "see the parts above; where all pass: something is not in `parts`, or not deterministic"
+    mend = "see the parts above; if all pass, some state is not in `parts` or not deterministic"
     now = snapshot(again)
     del after[RANDOM], now[RANDOM]
     ours, theirs = ChainMap(*after.values()), ChainMap(*now.values())
@@ -148,4 +148,4 @@ def _part(check: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], mend: 
         words = ranks[odd[0]]
         about = f"{len(words)} of {len(ours)} values differ on rank {listed(odd)}: {listed(words)}"
         return Finding(check, Verdict.FAIL, about, mend)
-    return Finding(check, Verdict.PASS, f"{len(ours)} values, the same bits")
+    return Finding(check, Verdict.PASS, f"{len(ours)} values, bit for bit")

@@ -69,17 +69,17 @@ def training_sampling(
     is_many = num_samples > FEW_ROWS * len(epochs[0])
     if first.verdict is Verdict.PASS and epochs[0] == epochs[1] and is_many:
         return Verdict.FAIL(
-            "both epochs have one order",
-            "loader.sampler.set_epoch(epoch) before each epoch, or shuffle=True; a stream: another "
+            "both epochs have the same order",
+            "loader.sampler.set_epoch(epoch) before each epoch, or shuffle=True; a stream: a new "
             "order in each __iter__",
         )
     counts = [batches for *_, batches in epochs[0]]
     if first.verdict is Verdict.PASS and len(set(counts)) > 1:
         return Verdict.WARN(
             f"batches of each rank {listed(counts, 8)}; {first.measured}",
-            "as many on each, or the ranks with more wait for those with fewer, or meet their next "
+            "use the same number on each, or ranks with more hang, or pair with the others' next "
             "epoch: drop the last ones, or repeat rows (DistributedSampler, accelerator.prepare); "
-            "accelerator.join_uneven_inputs bears it",
+            "accelerator.join_uneven_inputs allows it",
         )
     return first
 
@@ -110,9 +110,11 @@ def evaluation_sampling(loader: Iterable[Any], num_samples: int, ids: Ids) -> Fi
         return Verdict.FAIL(about, "drop_last=False")
     mend = "give each row its number, gather (number, prediction), and count each number once"
     if counted > num_samples and hasattr(loader, "gradient_state"):  # accelerate's
-        gathers = "accelerator.gather_for_metrics(...) drops those that make the ranks even, "
-        return Verdict.WARN(about, f"{gathers}inside the loop, batches of one size; else {mend}")
-    return Verdict.FAIL(about, f"a sampler that covers the data set once; else {mend}")
+        gathers = "accelerator.gather_for_metrics(...) drops the rows that even out the ranks, "
+        return Verdict.WARN(
+            about, f"{gathers}if called in the loop, batches of one size; else {mend}"
+        )
+    return Verdict.FAIL(about, f"use a sampler that covers the data set once; else {mend}")
 
 
 def _holders(loader: Any) -> Iterator[Any]:
@@ -142,9 +144,7 @@ def _coverage(  # noqa: PLR0911
             return Verdict.FAIL(f"ranks draw the same rows; {about}", mend)
         if missing <= DRAWN_WITH_REPLACEMENT * num_samples:
             return Verdict.PASS(f"drawn with replacement; {about}")
-        return Verdict.WARN(
-            f"{missing} rows are never drawn; {about}", "are weights meant to be 0?"
-        )
+        return Verdict.WARN(f"{missing} rows are never drawn; {about}", "check for weights of 0")
     is_whole = min(map(len, rows)) == num_samples > max(largest) and len(rows) > 1
     if is_whole or (shared > room and (again == 0 or sum(sizes) > num_samples + room)):
         return Verdict.FAIL(
@@ -155,15 +155,15 @@ def _coverage(  # noqa: PLR0911
         alike = all(min(read.values(), default=0) > 1 for read in rows)
         return (Verdict.FAIL if alike else Verdict.WARN)(
             f"{again} times a rank reads a row again, {missing} are never read; {about}",
-            "drawn with replacement, that is so; each worker of an IterableDataset its share "
-            "(torch.utils.data.get_worker_info())",
+            "normal if drawn with replacement; else give each worker of an IterableDataset its "
+            "share (torch.utils.data.get_worker_info())",
         )
     if missing > room:
         return Verdict.FAIL(
             f"{missing} rows are never read; {about}",
-            "a sampler that covers the data set, and one that shares it out: DistributedSampler "
+            "a sampler that covers the data set, and only one that shards it: DistributedSampler "
             "(or the stream itself) or accelerator.prepare, not both",
         )
     if missing < 0:
-        return Verdict.FAIL(about, "numbers that stay with their rows, and all rows counted")
+        return Verdict.FAIL(about, "keep each row's id the same, and count all in num_samples")
     return Verdict.PASS(about)

@@ -57,7 +57,7 @@ def gradient_strides(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Find
     ]
     if differing:
         return Verdict.FAIL(f"{len(differing)} of {len(named)} differ: {listed(differing)}", MEND)
-    return Verdict.PASS(f"{len(named)} gradients lie as their buckets do")
+    return Verdict.PASS(f"{len(named)} gradients have their buckets' strides")
 
 
 def match_strides(model: nn.Module) -> list[Any]:

@@ -96,7 +96,7 @@ def dataset_tensors(loader: DataLoader[Any]) -> Finding:
         )
     far += _far("collate_fn", _held(loader.collate_fn))  # it may leave them unused
     if far:
-        return Verdict.WARN(listed(far), "yield tensors on the CPU: each row is a copy of its own")
+        return Verdict.WARN(listed(far), "yield tensors on the CPU: else each row is copied alone")
     return Verdict.PASS(
         f"a row, a batch and what the data set holds are on the CPU; {workers} workers"
     )
@@ -128,7 +128,7 @@ def shared_modules(dataset: Any, model: nn.Module) -> Finding:
     if shared:
         return Verdict.FAIL(
             f"the data set holds {len(shared)} of the model's parameters: {listed(shared)}; its "
-            "workers see the weights of the moment they were forked, and wrapping moves them away",
+            "workers keep the weights from when they were forked, and wrapping replaces them",
             "encode in the model's forward pass, or give the data set a frozen copy "
             "(copy.deepcopy(encoder).eval().requires_grad_(False))",
         )
@@ -163,14 +163,14 @@ def aliased_parameters(model: nn.Module, sharded: bool = False) -> Finding:
                 views.append(f"{one} = {other}")
     if views:
         return Verdict.FAIL(
-            f"views of one memory: {listed(views)}: sharding gives each a share of its own, and "
-            "they drift apart",
+            f"views of the same memory: {listed(views)}: sharding separates them, and they drift "
+            "apart",
             "one nn.Parameter used in both places (module_b.weight = module_a.weight)",
         )
     if ties and sharded:
         return Verdict.WARN(
             f"tied: {listed(ties)}",
-            "under FSDP both must be in the same wrapped unit: leave them to the root",
+            "under FSDP both must be in the same wrapped unit: keep them in the root",
         )
     return Verdict.PASS(f"tied: {listed(ties)}" if ties else "each parameter has its own memory")
 
@@ -205,6 +205,6 @@ def in_place(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Finding:
     if changed:
         return Verdict.FAIL(
             f"the forward pass changes parameters: {listed(changed)}",
-            "compute with a copy: parameters change in the optimizer's step alone",
+            "compute with a copy: only the optimizer's step may change parameters",
         )
     return Verdict.PASS(f"{len(before)} parameters and all saved activations are as they were")

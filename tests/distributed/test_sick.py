@@ -32,7 +32,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 NAMED = {
     "same_data": ("training rows", "the ranks read the same rows: 20 on more than one"),
-    "no_set_epoch": ("training rows", "both epochs have one order"),
+    "no_set_epoch": ("training rows", "both epochs have the same order"),
     "epoch_of_one_rank": ("training rows", "in the second epoch the ranks read the same rows"),
     "uneven_loaders": ("training rows", "batches of each rank 5, 4; rows of each rank 10, 8"),
     "padded_evaluation": ("evaluation rows", "20 predictions are counted of 19 rows"),
@@ -40,7 +40,7 @@ NAMED = {
     "drifting_buffer": ("same buffers", "2 of 3 differ from rank 0's, on rank 1; the first is 1.running_mean"),
     "tampered": ("same gradients", "1 of 4 differ from rank 0's, on rank 1; the first is module.0.weight"),
     "skipped_backward": ("same weights", "on rank 1; the first is module.0.weight"),
-    "probe": ("same loss", "of the same batch the ranks compute"),
+    "probe": ("same loss", "for the same batch the ranks compute"),
     "late_rank": ("arrival at wrap", "rank 1 comes last"),
     "synchronised_too_often": ("accumulation", "summed over the ranks up to 4 times an update of 4 micro-batches"),
     "unsummed": ("accumulation", "2 updates step on gradients not summed over the ranks"),

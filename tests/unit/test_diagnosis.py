@@ -197,7 +197,7 @@ def test_encoder_in_data_set_and_model() -> None:
 def test_views_and_ties() -> None:
     views, ties = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
     views[1].weight = nn.Parameter(views[0].weight.data.T)
-    caught(tensors.aliased_parameters(views), "views of one memory: 0.weight = 1.weight")
+    caught(tensors.aliased_parameters(views), "views of the same memory: 0.weight = 1.weight")
     ties[1].weight = ties[0].weight
     well(tensors.aliased_parameters(ties))
     caught(tensors.aliased_parameters(ties, sharded=True), "tied: 0.weight = 1.weight")
@@ -282,7 +282,7 @@ def test_what_a_loop_calls() -> None:
     )  # fmt: skip
     caught(
         accumulation.accumulation_calls(epoch(8, 1), 4),
-        "8 updates of 1 micro-batches in place of 4",
+        "8 updates of 1 micro-batches instead of 4",
     )
     well(accumulation.accumulation_calls(epoch(2, 2), 4))  # an epoch shorter than an update
     short = accumulation.accumulation_calls(epoch(9, 4, flush=True), 4)
@@ -298,7 +298,7 @@ def test_what_a_loop_calls() -> None:
     )
     caught(
         accumulation.accumulation_calls(epoch(8, 4, clear=False), 4),
-        "1 updates begin with the gradients of the one before",
+        "1 updates begin with the gradients of the update before",
     )
 
 
@@ -457,7 +457,7 @@ def test_resume(tmp_path: Path, fault: str) -> None:
     if fault:
         caught(findings[f"resume: {fault}"])
     if fault == "position in the data":
-        assert re.search(r"sample\[0\] \d+ in place of \d+", findings[f"resume: {fault}"].measured)
+        assert re.search(r"sample\[0\] \d+ instead of \d+", findings[f"resume: {fault}"].measured)
 
 
 def test_a_resume_where_sums_come_in_any_order(
@@ -541,7 +541,7 @@ def test_overfits(monkeypatch: pytest.MonkeyPatch) -> None:
 
     well(trained(0.1, shuffled=False))
     slow = learning.overfits(lasting(0.1, iter([1.0, 0.8, 0.45])), seconds=0.25)
-    assert "less than half is enough" in slow.measured
+    assert "below half is enough" in slow.measured
     slow = learning.overfits(lasting(0.1, repeat(1.0)), seconds=0.25)
     assert (slow.verdict, "too slow a device" in slow.measured) == ("SKIP", True)
     falling = (0.98**n for n in range(100))  # with adapters, on a busy machine

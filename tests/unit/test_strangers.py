@@ -400,11 +400,11 @@ def test_buffers_of_wrapped_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "num_ranks", lambda: 2)
     parts = [nn.parallel.DistributedDataParallel(small_model(nn.BatchNorm1d(8))) for _ in "ab"]
     for model in (nn.ModuleList(parts), torch.compile(parts[0], backend="eager")):
-        assert "DDP sends rank 0's" in replicas.same_buffers(model).measured
+        assert "DDP broadcasts rank 0's" in replicas.same_buffers(model).measured
     with torch.no_grad():  # what DDP takes for a reason not to send them this time
         parts[0](X)
     assert not parts[0].will_sync_module_buffers()
-    assert "DDP sends rank 0's" in replicas.same_buffers(parts[0]).measured
+    assert "DDP broadcasts rank 0's" in replicas.same_buffers(parts[0]).measured
     parts[1].forward_sync_buffers = parts[1].broadcast_buffers = False
     assert "3 tensors have the same bits" in replicas.same_buffers(parts[1]).measured
     apart = nn.ModuleList([parts[0], nn.BatchNorm1d(8)])
