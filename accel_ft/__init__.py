@@ -58,15 +58,15 @@ def fit(config: str | Path | None = None, **settings: Any) -> Path:
     from accel_ft.train import fit as run
 
     if not isinstance(config, str | Path | None):
-        raise ConfigError("config: the path of a YAML file is wanted; other keys go by name")
+        raise ConfigError("config: must be the path of a YAML file. Fix: pass other keys by name")
     if config is not None:
         settings = read_settings(Path(config).expanduser()) | settings
     job = checked(TrainConfig, settings, settings_to_reproduce(settings))
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     if any(map(torch.is_autocast_enabled, {"cpu", device.type})):  # its cached weights go stale
         raise ConfigError(
-            "fit: torch.autocast is on around it. Fix: call it outside; ACCELERATE_MIXED_PRECISION "
-            "is its precision"
+            "fit: is called under torch.autocast. Fix: call it outside, and set the precision by "
+            "ACCELERATE_MIXED_PRECISION"
         )
     if torch.get_default_device().type != "cpu":  # the DataLoader would use its generator
         raise ConfigError(
@@ -74,7 +74,7 @@ def fit(config: str | Path | None = None, **settings: Any) -> Path:
             'torch.set_default_device("cpu") around it; accelerate chooses the device'
         )
     if not _fitting.acquire(blocking=False):
-        raise ConfigError("another `fit` runs in this process. Fix: one by one, or processes")
+        raise ConfigError("another `fit` runs in this process. Fix: wait, or use processes")
     try:
         with as_a_guest():
             run(job)
@@ -115,7 +115,7 @@ def load_classifier(checkpoint: str | Path, **settings: Any) -> Predictor:
     if unknown := settings.keys() - LOADING:
         raise ConfigError(f"{', '.join(sorted(unknown))}: unknown. Allowed: {', '.join(LOADING)}")
     if not isinstance(checkpoint, str | Path):
-        raise ConfigError(f"checkpoint={checkpoint}: a folder or a name is wanted")
+        raise ConfigError(f"checkpoint={checkpoint}: must be a folder or a name")
     settings = settings | {"checkpoint": str(checkpoint), "text": ""}
     config = checked(PredictConfig, settings, run_settings(settings))
     with without_bars():

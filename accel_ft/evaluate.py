@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run = run_folder(config.checkpoint)
     if run is None and not (ROW_KEYS & config.model_fields_set):
         raise ConfigError(
-            f"checkpoint={config.checkpoint}: belongs to no run whose rows could be taken. "
+            f"checkpoint={config.checkpoint}: belongs to no run, so its rows are unknown. "
             "Fix: --test_file FILE, or --dataset_name"
         )
     max_seq_length = opened.max_seq_length(config.max_seq_length)
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if is_cut_off and "dataset_name" in typed:
         its_name = config.train_split_name or "train"
         logger.warning(
-            "%s: has no %s rows; some of its split %s are measured. All: --test_split_name %s",
+            "%s: has no %s rows; part of its split %s is measured. For all: --test_split_name %s",
             config.dataset_name, name, its_name, its_name,
         )  # fmt: skip
     if is_cut_off and run is not None:
@@ -115,8 +115,8 @@ def _problem_type(config: EvaluateConfig, opened: Classifier) -> str:
         kind = config.problem_type
     if kind == "regression" and len(opened.label_names) > 1:
         raise ConfigError(
-            f"checkpoint={config.checkpoint}: predicts {len(opened.label_names)} numbers; one can "
-            "be measured"
+            f"checkpoint={config.checkpoint}: predicts {len(opened.label_names)} numbers; only one "
+            "is supported"
         )
     return kind
 

@@ -25,9 +25,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if any((parent / TRAINER_STATE).is_file() for parent in output.parents) or (
         output.parent.name == "checkpoints" and is_run(output.parent.parent)
     ):
-        raise ConfigError(f"output={config.output}: is among checkpoints. Fix: another folder")
+        raise ConfigError(f"output={config.output}: is inside checkpoints/. Fix: another folder")
     if output.is_mount():
-        raise ConfigError(f"output={config.output}: is where a disk is. Fix: a folder in it")
+        raise ConfigError(f"output={config.output}: is a mount point. Fix: a folder in it")
     if config.format == "onnx":
         require("onnx", "the ONNX export", "onnx", "onnxscript", "onnxruntime")
     if config.push_to_hub:
@@ -89,7 +89,7 @@ def export(
             load_whole(folder, model_config).to(kind).save_pretrained(staging)
         several = model_config.problem_type == "multi_label_classification"
         if several and getattr(model_config, "thresholds", None) is None:
-            logger.warning("%s has no thresholds yet: each label counts from 0.5", folder)
+            logger.warning("%s has no tuned thresholds yet: 0.5 is used for all", folder)
         # Not load_parts' tokenizer: its pad token may be a word, and would be read back as special.
         load_tokenizer(folder, "checkpoint").save_pretrained(staging)
         settings = run_settings({"checkpoint": checkpoint}) | {"hub_model_id": repo_id}

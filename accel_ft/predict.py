@@ -135,7 +135,7 @@ class Predictor:
         """
         if isinstance(texts, str | Mapping) or hasattr(texts, "columns"):  # yields letters or keys
             told = "not one text, and not a table. Fix: [text], or one of its columns"
-            raise TypeError(f"texts: a list of texts is wanted, {told}")
+            raise TypeError(f"texts: must be a list of texts, {told}")
         wanted = [tuple(text) if isinstance(text, list) else text for text in texts]
         pairs = self.config.text_pair_column is not None or isinstance((wanted or "?")[0], tuple)
         if wanted:
@@ -210,7 +210,7 @@ class Predictor:
         sick = int((~np.isfinite(scores).all(axis=1)).sum())
         if sick:
             where = self.config.checkpoint
-            logger.warning("%s: %d texts have NaN or infinite logits: null", where, sick)
+            logger.warning("%s: %d texts have NaN or infinite logits: results null", where, sick)
         return scores
 
     def describe(self, scores: Any) -> dict[str, Any]:
@@ -257,7 +257,7 @@ def _refuse_halves(name: str, parts: Sequence[str]) -> None:
     from accel_ft.data.targets import is_encodable
 
     if not all(map(is_encodable, parts)):
-        raise DataError(f"{name}: has an unpaired surrogate, which is no character")
+        raise DataError(f"{name}: has an unpaired surrogate, which is no valid UTF-8")
 
 
 def _read_rows(
@@ -300,7 +300,7 @@ def _guess_format(path: str, text_column: str) -> str:
         seen = standard_input.peek(64)
         start = seen.removeprefix(BOM_UTF8).strip()
         if start == b"[" or (seen and not start):  # what follows has not arrived yet
-            raise ConfigError("input=-: lines, or JSON? Fix: --input_format lines, or json")
+            raise ConfigError("input=-: may be lines or JSON. Fix: --input_format lines, or json")
         if start == b"[]" or re.match(rb"\[\s*\{", start):
             return "json"
         if start[:1] == b"{":

@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = parse(SearchConfig, argv, "search")
     if launched := [name for name in LAUNCHED if name in os.environ]:
         raise LaunchError(
-            f"the search launches its trials itself, and heeds no {launched[0]}. "
-            "Fix: `python -m accel_ft.search --config_file FILE`, where FILE is accelerate's"
+            f"the search launches its trials itself, but {launched[0]} is set, as by a launcher. "
+            "Fix: `python -m accel_ft.search --config_file FILE`, with accelerate's YAML"
         )
     require("search", "the search", "optuna")
     import optuna
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     job = checked(TrainConfig, settings, origin=dict.fromkeys(settings, str(config.job)))
     if job.resume_from_checkpoint not in (None, "latest"):
         resumed = f"resume_from_checkpoint={job.resume_from_checkpoint} ({config.job})"
-        raise ConfigError(f"{resumed}: trials begin anew. Fix: leave it out")
+        raise ConfigError(f"{resumed}: a trial is a new run. Fix: leave it out")
     check_first_rows(job)
     ranges = _checked_ranges(config, settings, space)
     search = _Search(config, job, settings, space, ranges, _shares(config))
@@ -167,11 +167,11 @@ class _Search:
         why = f"{len(self.failed)} failed" + f": {self.why}" * bool(self.failed)
         if not study.get_trials(states=(state.COMPLETE,)):
             raise ConfigError(
-                f"{folder}: no trial came to its end, {why} (each trial's log says more). Fix: the "
-                "job, or the space, and another output_dir"
+                f"{folder}: no trial finished, {why} (see each trial's log). Fix: correct the job "
+                "or the space, and use another output_dir"
             )
         if self.failed:
-            print(f"of the trials of this start {why}", file=sys.stderr, flush=True)
+            print(f"trials of this start: {why}", file=sys.stderr, flush=True)
         print(
             f"best {job.best_metric} {study.best_value:.4f} with {study.best_params}, in "
             f"{folder / _folder(study.best_trial)}\njob: {self.leave_best(study)}"
@@ -206,15 +206,15 @@ class _Search:
         was_tried = study.trials or any(self.config.output_dir.glob("trial_*"))
         if was_tried and not (study.trials and "asked" in study.user_attrs):
             raise ConfigError(
-                f"{self.config.output_dir / 'study.log'}: is damaged or gone, of trials that are "
-                "there. Fix: another output_dir"
+                f"{self.config.output_dir / 'study.log'}: is damaged or missing, though there are "
+                "trials. Fix: another output_dir"
             )
         earlier = study.user_attrs["asked"] if study.trials else {}
         for key, was in earlier.items():
             if asked.get(key, was) != was:
                 raise ConfigError(
                     f"{key}={asked[key]}: was {was} in the trials of {self.config.output_dir}. "
-                    "Fix: as it was, or another output_dir"
+                    "Fix: that value, or another output_dir"
                 )
         study.set_user_attr("asked", asked)
 
@@ -252,7 +252,7 @@ class _Search:
             grid = [dict(zip(self.ranges, values, strict=True)) for values in choices]
             left = [params for params in grid if params not in [*ended, *self.failed]]
             if not left and not self.is_over:
-                print(f"all {len(grid)} combinations are tried", flush=True)
+                print(f"all {len(grid)} combinations have been tried", flush=True)
                 self.is_over = True
             if self.is_over:
                 return None
@@ -293,7 +293,7 @@ class _Search:
         whether it is to be pruned as worse.
         """
         if _is_locked(folder):
-            print(f"{folder}: still trains for a search that was killed: waiting", flush=True)
+            print(f"{folder}: a killed search's trial still runs here: waiting", flush=True)
         while _is_locked(folder) and not self.interrupted_at:  # left by a killed search
             time.sleep(POLL_SECONDS)
         if self.interrupted_at:
@@ -376,7 +376,7 @@ def _checked_ranges(
     for key, values in space.items():
         try:
             if key in MEASURE:
-                raise ConfigError(f"{key}: trials could not be compared. Fix: in the job")
+                raise ConfigError(f"{key}: trials could not be compared. Fix: set it in the job")
             if key not in known:
                 raise ConfigError(f"{key}: cannot be varied.{meant(key, known)}")
             counts = settings.get("max_steps") is not None or "max_steps" in space
@@ -392,7 +392,7 @@ def _checked_ranges(
             faults.append(str(error))
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             faults.append(
-                f"{key}={values}: no range ({first_line(error)}). Allowed: {{low: A, high: B}}, "
+                f"{key}={values}: is no range ({first_line(error)}). Allowed: {{low: A, high: B}}, "
                 "A below B, with log: true or step: S; or a list"
             )
     if not space or faults:
@@ -407,7 +407,7 @@ def _distribution(key: str, values: Any) -> Any:
         plain = [",".join(map(str, each)) if isinstance(each, list) else each for each in values]
         return distributions.CategoricalDistribution(plain)
     if not isinstance(values, dict):
-        raise TypeError("one value")
+        raise TypeError("a single value")
     # YAML reads 1e-5, which has no dot, as text.
     values = {k: float(v) if isinstance(v, str) else v for k, v in values.items()}
     kinds = type_name(TrainConfig.model_fields[key].annotation).split("|")
@@ -415,9 +415,9 @@ def _distribution(key: str, values: Any) -> Any:
         return distributions.FloatDistribution(**values)
     if "INT" in kinds:
         if any(v != int(v) for v in values.values()):
-            raise ValueError("not of whole numbers")
+            raise ValueError("not whole numbers")
         return distributions.IntDistribution(**values)
-    raise TypeError("of what is no number")
+    raise TypeError("its values are no numbers")
 
 
 def _strategy(config: SearchConfig) -> dict[str, Any]:
@@ -449,8 +449,8 @@ def _shares(config: SearchConfig) -> list[dict[str, str]]:
     if (gpu_ids := strategy.get("gpu_ids")) not in (None, "all"):
         raise ConfigError(
             f"config_file={config.config_file or 'of `accelerate config`'}: its gpu_ids={gpu_ids} "
-            "would put all trials at the same time on these. Fix: leave it out, "
-            "CUDA_VISIBLE_DEVICES says which"
+            "would put all parallel trials on these GPUs. Fix: leave it out, and "
+            "choose by CUDA_VISIBLE_DEVICES"
         )
     named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     devices, each = named.split(",")[:count], max(count // num_trials, 1)

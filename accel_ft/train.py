@@ -168,8 +168,8 @@ def _own(config: TrainConfig, lock: Path) -> Iterator[Callable[[], None]]:
         for name in RESULTS if has_checkpoints else RESULTS + RECORD:
             if (folder / name).exists() and not has_receipt:
                 raise ConfigError(
-                    f"output_dir={folder}: holds a `{name}` but no receipt.json, so it is no run's "
-                    "and would be replaced. Fix: move it away, or another --output_dir"
+                    f"output_dir={folder}: holds a `{name}` but no receipt.json: it is not from a "
+                    "run, and would be replaced. Fix: move it away, or another --output_dir"
                 )
         left = (*RESULTS, "metrics.jsonl")
         is_begun = has_checkpoints or any((folder / name).exists() for name in left)
@@ -215,8 +215,8 @@ def _write_card_and_report(
         write_whole(path, model_card(label_names, told, *results(events)))
     except OSError as error:
         raise CheckpointError(
-            f"{path}: cannot be written ({error.strerror or error}); the model is there. Fix: "
-            "room on its disk, or the right to write there, then the same command with "
+            f"{path}: cannot be written ({error.strerror or error}); the model is saved. Fix: free "
+            "disk space, or permission to write there, then the same command with "
             "--resume_from_checkpoint latest"
         ) from error
 
@@ -280,12 +280,12 @@ def _compare(first: Path, again: Path) -> None:
     one, other = read_record(first), read_record(again)
     if any(curves(one, other)):
         on_gpu = other.receipt["strategy"]["device"] == "cuda"
-        why = "On a GPU last bits may differ: the backward pass of attention adds up in any order\n"
+        why = "On a GPU the last bits may differ: attention's backward pass sums in any order\n"
         told = table(list(differences(one, other)))
         raise UserError(f"not reproduced:\n{why * on_gpu}{told}")
     compared, stopped = shared(one, other), not one.of("end")
     if not compared:
-        raise UserError(f"nothing to compare: {first} and {again} logged no updates alike")
+        raise UserError(f"nothing to compare: {first} and {again} logged no update in common")
     until = f"; {first} stopped there, after update {compared[-1][1]}" if stopped else ""
     print(f"reproduced: {len(compared)} train events, bit for bit{until}")
 

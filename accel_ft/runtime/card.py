@@ -87,8 +87,8 @@ def model_card(
     if "multi_label" in settings.get("problem_type", ""):
         cut += ", top_k=None"
         told += (
-            "\nEach label has a score of its own; it counts from its value in `thresholds` of "
-            "config.json, from 0.5 where there is none.\n"
+            "\nEach label has its own score; it is predicted if that reaches its value in "
+            "`thresholds` of config.json, or 0.5 if there is none.\n"
         )
     return (
         f"---\n{about.to_yaml()}\n---\n\n# Text classifier\n\n{labels}"
@@ -130,7 +130,7 @@ def require_repo(repo_id: str, private: bool) -> str:
         what, fix = "refuses", "`hf auth login`, or HF_TOKEN"
         # By class name: huggingface_hub has changed its HTTP library, and its errors, before.
         if re.search("Connect|Timeout|Offline", type(error).__name__):
-            what, fix = "cannot be reached", "mend the network, HF_ENDPOINT or HF_HUB_OFFLINE"
+            what, fix = "cannot be reached", "check the network, HF_ENDPOINT, HF_HUB_OFFLINE"
         if isinstance(error, HFValidationError):  # output_dir's name may be no valid id
             what, fix = "refuses", "--hub_model_id NAME, or ACCOUNT/NAME"
         raise ConfigError(
@@ -139,7 +139,7 @@ def require_repo(repo_id: str, private: bool) -> str:
         ) from error
     if private and is_public:
         raise ConfigError(
-            f"hub_private_repo: {found} is there already, and public. Fix: make it private on the "
+            f"hub_private_repo: {found} exists already, and is public. Fix: make it private on the "
             "Hub, or another --hub_model_id"
         )
     return found

@@ -42,10 +42,10 @@ def refuse_cuda_graphs(device: torch.device) -> None:
     if is_compiled() and device.type == "cuda" and _records_itself():
         backend, mode = dynamo_settings()
         raise LaunchError(
-            f"dynamo_backend: {backend}, dynamo_mode: {mode}, whose CUDA graphs overwrite "
-            "gradients that add up over several micro-batches. Fix: inductor in dynamo_mode "
-            "default, without TORCHINDUCTOR_CUDAGRAPHS, or a per_device_train_batch_size that "
-            "takes the update at once"
+            f"dynamo_backend: {backend}, dynamo_mode: {mode}: its CUDA graphs overwrite "
+            "gradients that are accumulated over micro-batches. Fix: dynamo_backend: INDUCTOR in "
+            "dynamo_mode: default, without TORCHINDUCTOR_CUDAGRAPHS, or a "
+            "per_device_train_batch_size that needs no accumulation"
         )
 
 
@@ -73,7 +73,7 @@ def configure(mixed_precision: str) -> None:
     if backend.lower() not in torch._dynamo.list_backends(()):
         allowed = ", ".join(torch._dynamo.list_backends())
         raise LaunchError(
-            f"dynamo_backend: {backend}: torch has none of that name here. Allowed: {allowed}"
+            f"dynamo_backend: {backend}: torch has no such backend here. Allowed: {allowed}"
         )
     if backend == "INDUCTOR":
         _refuse_cache_of_another()
@@ -101,7 +101,7 @@ def _refuse_cache_of_another() -> None:
     except FileExistsError:
         if place.lstat().st_uid != os.getuid():
             raise LaunchError(
-                f"{place}: is another user's, and what it holds would be run. Fix: set "
+                f"{place}: belongs to another user, and its code would be run. Fix: set "
                 "TORCHINDUCTOR_CACHE_DIR to a folder of your own"
             ) from None
 

@@ -152,7 +152,7 @@ def locked(folder: Path, path: Path) -> Iterator[Callable[[], None]]:
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
             raise
-        logger.warning("%s: its file system has no locks; see to it that one run uses it", folder)
+        logger.warning("%s: its file system has no locks; make sure only one run uses it", folder)
 
     def check() -> None:
         is_same = False

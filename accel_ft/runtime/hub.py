@@ -42,11 +42,9 @@ def fetching(key: str, name: str) -> Iterator[None]:
         is_told = constants.HF_HUB_OFFLINE
         why = "HF_HUB_OFFLINE is set" if is_told else "the Hub cannot be reached"
         other = "--train_file" if key == "dataset_name" else "a package:// model"
-        lacks = "its cache here does not hold it"
+        lacks = "the local cache does not have it"
         if not any(isinstance(each, FileNotFoundError) for each in _with_causes(error)):
-            lacks = (
-                f"from what its cache here holds it cannot be loaded: {_told(error).rstrip('.')}"
-            )
+            lacks = f"it cannot be loaded from the local cache: {_told(error).rstrip('.')}"
         raise ConfigError(
             f"{key}={name}: {why}, and {lacks}. Fix: a local folder, or {other}. "
             f"To try accel_ft without the Hub:\n  {QUICKSTART}"

@@ -92,8 +92,8 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
             raise
         why = in_one_line(error).rstrip(".")
         raise LaunchError(
-            f"the ranks did not meet at {_meeting_place()}: {why}. Fix: "
-            "start all machines, with the same --main_process_ip and --main_process_port; "
+            f"the ranks could not connect at {_meeting_place()}: {why}. Fix: start "
+            "it on all machines, with the same --main_process_ip and --main_process_port; "
             "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME=the network interface that joins them"
         ) from error
     # Drop accelerate's harmless warning at each save of a model that shares embeddings, as T5 does.
@@ -110,10 +110,10 @@ def make_accelerator(**kwargs: Any) -> Accelerator:
     asked = request.num_processes
     if asked is not None and asked >= 0 and accelerator.num_processes != asked:
         raise LaunchError(
-            f"{request.source} asks for {asked} processes, {accelerator.num_processes} run as one "
-            "group. Fix: for several, accelerate_configs/ddp.yaml or fsdp2.yaml, on the CPU "
-            "cpu_ddp.yaml or cpu_fsdp2.yaml; in a YAML of your own distributed_type: MULTI_GPU, "
-            "and use_cpu: true for the CPU"
+            f"{request.source} asks for {asked} processes, but the process group has "
+            f"{accelerator.num_processes}. Fix: for several, accelerate_configs/ddp.yaml or "
+            "fsdp2.yaml, on the CPU cpu_ddp.yaml or cpu_fsdp2.yaml; in a YAML of your own set "
+            "distributed_type: MULTI_GPU, and use_cpu: true for the CPU"
         )
     return accelerator
 
@@ -160,7 +160,7 @@ def make_training_accelerator(timeout_seconds: float, **kwargs: Any) -> Accelera
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks != "1" and "WORLD_SIZE" not in os.environ:
         logger.warning(
-            "task %s of the %s of srun trains alone: for one job of all, see "
+            "srun's task %s of %s trains alone: for one job over all tasks, see "
             "examples/slurm/train.sbatch", os.environ.get("SLURM_PROCID"), tasks,
         )  # fmt: skip
     accelerator = make_accelerator(
@@ -175,8 +175,8 @@ def make_training_accelerator(timeout_seconds: float, **kwargs: Any) -> Accelera
         accelerator.asked.use_cpu or not torch.accelerator.is_available()
     ):
         raise LaunchError(
-            "a GPU is there, and accelerate is on the CPU: an earlier Accelerator of this process "
-            "was, or ACCELERATE_TORCH_DEVICE says so. Fix: a new process; or, if the CPU is meant, "
+            "there is a GPU, but accelerate uses the CPU: an earlier Accelerator in this process "
+            "did, or ACCELERATE_TORCH_DEVICE says so. Fix: a new process; or, to use the CPU, "
             "`accelerate launch --cpu`, without a launcher ACCELERATE_USE_CPU=true"
         )
     if is_compiled() and accelerator.device.type == "cuda":
@@ -215,4 +215,5 @@ def check_granted(accelerator: Accelerator, model: nn.Module) -> None:
         f"{key}: {asked} asked, {found} found" for key, asked, found in compared if found != asked
     ]
     if differences:
-        raise LaunchError(f"{request.source} is not what runs:\n  " + "\n  ".join(differences))
+        told = f"what runs is not what {request.source} asks for"
+        raise LaunchError("\n  ".join([f"{told}:", *differences]))

@@ -116,8 +116,8 @@ class EventLog:
                     file.write(to_json(line) + "\n")
             except OSError as error:
                 raise CheckpointError(
-                    f"{self.path}: cannot be written ({error.strerror}). Fix: room on its disk, "
-                    "or the right to write there, then the same command with "
+                    f"{self.path}: cannot be written ({error.strerror}). Fix: free disk space, or "
+                    "permission to write there, then the same command with "
                     "--resume_from_checkpoint latest"
                 ) from error
         self.listener(event, step, values)

@@ -96,7 +96,7 @@ def read_request() -> Request:
     if machines > 1 and (is_alone or int(processes or machines) % machines):
         raise LaunchError(
             f"{source}: num_machines: {machines}, num_processes: {processes}, distributed_type: "
-            f"{kind}. Fix: a multiple of the machines, under MULTI_GPU or FSDP, as in "
+            f"{kind}. Fix: equally many processes per machine, and MULTI_GPU or FSDP, as in "
             "accelerate_configs/multi_node_ddp.yaml"
         )
     yaml_says = bool(yaml) and str(yaml.use_cpu).lower() in YES
@@ -119,7 +119,7 @@ def _refuse_unheard_options(parser: Any, args: Any, kind: str) -> None:
     for option in ("tpu", "use_deepspeed", "use_megatron_lm", "use_parallelism_config"):
         if getattr(args, option):
             raise LaunchError(
-                f"accelerate launch --{option}: accel_ft does not train under it. Fix: leave it out"
+                f"accelerate launch --{option}: accel_ft does not support it. Fix: leave it out"
             )
     usual = vars(parser.parse_args(["script"]))
     for group in parser._action_groups:
@@ -131,7 +131,7 @@ def _refuse_unheard_options(parser: Any, args: Any, kind: str) -> None:
                 instead = f"; after -m, {OF_JOB[option]}" if option in OF_JOB else ""
                 instead = "; or --use_fsdp" if strategy == "FSDP" else instead
                 raise LaunchError(
-                    f"accelerate launch --{option}: is for {strategy} alone. Fix: leave it "
+                    f"accelerate launch --{option}: is for {strategy} only. Fix: leave it "
                     f"out{instead}"
                 )
 
@@ -148,16 +148,16 @@ def _refuse_unheard_keys(file: str, yaml: Any, kind: str, args: Any) -> None:
         is_said = getattr(args, key, None) == value
         if key in UNHEARD and not is_said and value not in (usual[key], None, False, "no", []):
             # If an option of the launcher has a default, the YAML's value is not read.
-            fix = f"; `accelerate launch --{key}` is" * (key in OF_COMMAND)
-            raise LaunchError(f"{file}: {key}: {value} is not heeded. Fix: leave it out{fix}")
+            fix = f", or `accelerate launch --{key}`" * (key in OF_COMMAND)
+            raise LaunchError(f"{file}: {key}: {value} has no effect. Fix: leave it out{fix}")
         is_heeded = key == "mpirun_config" or (key == "parallelism_config" and kind != "NO")
         if not key.endswith("_config") or value in (None, {}) or is_heeded:
             continue
         if not isinstance(value, dict):
-            raise LaunchError(f"{file}: {key}: {value} is no section. Fix: keys under it")
+            raise LaunchError(f"{file}: {key}: {value} is no mapping. Fix: keys under it")
         if key != "dynamo_config" and (key, kind) != ("fsdp_config", "FSDP"):
             raise LaunchError(
-                f"{file}: its {key} is not heeded under distributed_type: {kind}. Fix: leave "
+                f"{file}: its {key} has no effect under distributed_type: {kind}. Fix: leave "
                 "it out" + ", or distributed_type: FSDP" * (key == "fsdp_config")
             )
         prefix = key.removesuffix("config")
@@ -235,23 +235,23 @@ def refuse_impossible(request: Request, on_cpu: bool) -> None:
     offloads = is_fsdp2 and asks_fsdp("OFFLOAD_PARAMS")
     for is_asked, words in (
         (kind not in KINDS,
-         f"distributed_type: {kind}, which accel_ft does not train under. "
+         f"distributed_type: {kind}, which accel_ft does not support. "
          "Allowed: NO, MULTI_GPU, FSDP"),
         (is_yes("ACCELERATE_USE_FSDP") and not fsdp.is_asked_for(),
-         "FSDP, for which accelerate takes the word true alone. Fix: ACCELERATE_USE_FSDP=true"),
+         "FSDP, for which accelerate accepts only true. Fix: ACCELERATE_USE_FSDP=true"),
         (kind == "FSDP" and request.source == ENVIRONMENT and "RANK" not in os.environ,
          "FSDP, but no launcher started this process. Fix: accelerate launch, or torchrun"),
         (kind == "FSDP" and not fsdp.is_asked_for(),
-         "FSDP, which the launcher did not pass on, as it does under --cpu. Fix: leave that out; "
+         "FSDP, which the launcher did not pass on, as with --cpu. Fix: leave out --cpu, and set "
          "use_cpu: true in the YAML"),
         (kind != "FSDP" and fsdp.is_asked_for(),
-         f"distributed_type: {kind}, and ACCELERATE_USE_FSDP in the environment for FSDP. Fix: "
-         "one of the two"),
+         f"distributed_type: {kind}, but the environment sets ACCELERATE_USE_FSDP. Fix: keep one "
+         "of the two"),
         (kind == "FSDP" and version not in ("1", "2"),
          f"fsdp_version: {version}. Allowed: 2, or 1"),
         (kind == "FSDP" and bool(os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP"))
          and not asks_fsdp("AUTO_WRAP_POLICY", "transformer_based_wrap"),
-         "fsdp_transformer_layer_cls_to_wrap, which is heeded under another policy alone. Fix: "
+         "fsdp_transformer_layer_cls_to_wrap, which only another policy uses. Fix: "
          "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"),
         (not is_compiled() and not request.is_eager
          and (mode != "default" or any(map(parse_flag_from_env, OF_DYNAMO))),
@@ -259,7 +259,7 @@ def refuse_impossible(request: Request, on_cpu: bool) -> None:
          "dynamo_backend: INDUCTOR, or leave it out"),
         (mode not in DYNAMO_MODES, f"dynamo_mode: {mode}. Allowed: {', '.join(DYNAMO_MODES)}"),
         (is_compiled() and mode != "default" and backend != "INDUCTOR",
-         f"dynamo_mode: {mode}, which {backend} does not heed. Fix: leave it out, or INDUCTOR"),
+         f"dynamo_mode: {mode}, which {backend} ignores. Fix: leave it out, or use INDUCTOR"),
         (is_compiled() and on_cpu and (backend == "CUDAGRAPHS" or mode == "reduce-overhead"),
          "CUDA graphs (dynamo_backend: CUDAGRAPHS, dynamo_mode: reduce-overhead) on the CPU. Fix: "
          "leave it out"),
@@ -267,19 +267,19 @@ def refuse_impossible(request: Request, on_cpu: bool) -> None:
          and is_compiled() and parse_flag_from_env("ACCELERATE_DYNAMO_USE_FULLGRAPH"),
          "dynamo_use_fullgraph under DDP, whose forward pass dynamo cannot trace. Fix: false"),
         (any(is_yes(f"ACCELERATE_USE_{engine}") for engine in ("DEEPSPEED", "MEGATRON_LM")),
-         "DeepSpeed or Megatron (--use_..., ACCELERATE_USE_...), which accel_ft does not train "
-         "under. Fix: leave it out"),
+         "DeepSpeed or Megatron (--use_..., ACCELERATE_USE_...), which accel_ft does not support. "
+         "Fix: leave it out"),
         (is_yes("ACCELERATE_USE_PARALLELISM_CONFIG"),
-         "a parallelism_config, which accel_ft does not train under: its ranks would read other "
-         "rows than the plan's. Fix: leave it out"),
+         "a parallelism_config, which accel_ft does not support: ranks would read other rows than "
+         "they should. Fix: leave it out"),
         (precision not in ("no", "bf16", "fp16"),
          f"mixed_precision: {precision}. Allowed: no, bf16, fp16"),
         (request.use_cpu is False and on_cpu,
          "an accelerator (use_cpu: false), but torch finds none here. "
          "Fix: accelerate_configs/cpu.yaml or cpu_ddp.yaml, or a torch build for your device"),
         (not on_cpu and ranks > devices,  # accelerate's barriers use the local rank as device index
-         f"{ranks} processes on this machine, of which this one sees {devices} devices. "
-         "Fix: --num_processes, one a device; under srun let each see all (no --gpus-per-task)"),
+         f"{ranks} processes on this machine, but this one sees only {devices} devices. "
+         "Fix: --num_processes, one per device; under srun let each see all (no --gpus-per-task)"),
         (precision == "fp16" and on_cpu,
          "mixed_precision: fp16, which is silently switched off on the CPU. "
          "Allowed there: no, bf16. Fix: --mixed_precision bf16"),
@@ -287,32 +287,33 @@ def refuse_impossible(request: Request, on_cpu: bool) -> None:
          "FSDP1 on the CPU, where saving its full state crashes the process. "
          "Fix: fsdp_version: 2 in fsdp_config, as in accelerate_configs/cpu_fsdp2.yaml"),
         (asks_fsdp("CPU_RAM_EFFICIENT_LOADING"),
-         "fsdp_cpu_ram_efficient_loading (accelerate's default), under which rank 0 alone has an "
+         "fsdp_cpu_ram_efficient_loading (accelerate's default), under which only rank 0 has an "
          "initialized head. Fix: fsdp_cpu_ram_efficient_loading: false in fsdp_config, as in "
          "accelerate_configs/"),
         (is_fsdp1 and not asks_fsdp("USE_ORIG_PARAMS"),
-         "FSDP1 without fsdp_use_orig_params, under which the optimizer would hold nothing of the "
-         "model. Fix: fsdp_use_orig_params: true, as in accelerate_configs/fsdp1.yaml"),
+         "FSDP1 without fsdp_use_orig_params: the optimizer would hold none of the model's "
+         "parameters. Fix: fsdp_use_orig_params: true, as in accelerate_configs/fsdp1.yaml"),
         (is_fsdp1 and reshards not in ("TRUE", sharding),
-         f"fsdp_reshard_after_forward: {reshards}, which FSDP1 does not heed. Fix: leave it out; "
-         "fsdp_sharding_strategy says it (of false, SHARD_GRAD_OP)"),
+         f"fsdp_reshard_after_forward: {reshards}, which FSDP1 ignores. Fix: leave it out; for "
+         "false, use fsdp_sharding_strategy: SHARD_GRAD_OP"),
         (is_fsdp2 and sharding not in ("FULL_SHARD", "1", "NONE"),
-         f"fsdp_sharding_strategy: {sharding}, which FSDP2 does not heed. "
-         "Fix: leave it out; fsdp_reshard_after_forward: false is its SHARD_GRAD_OP"),
+         f"fsdp_sharding_strategy: {sharding}, which FSDP2 ignores. "
+         "Fix: leave it out; for SHARD_GRAD_OP, use fsdp_reshard_after_forward: false"),
         (is_fsdp2 and (asks_fsdp("FORWARD_PREFETCH")
                        or asks_fsdp("BACKWARD_PREFETCH", "backward_post", "no_prefetch", "2", "3")),
-         "fsdp_forward_prefetch or fsdp_backward_prefetch, which FSDP2 does not heed. "
+         "fsdp_forward_prefetch or fsdp_backward_prefetch, which FSDP2 ignores. "
          "Fix: leave it out"),
         (is_fsdp2 and asks_fsdp("AUTO_WRAP_POLICY", "size_based_wrap"),
          "fsdp_auto_wrap_policy: SIZE_BASED_WRAP, which FSDP2 cannot do with lists of layers. "
          "Fix: TRANSFORMER_BASED_WRAP"),
         (asks_fsdp("ACTIVATION_CHECKPOINTING"),
-         "fsdp_activation_checkpointing, which draws dropout anew on the way back (FSDP2) and "
-         "renames parameters (FSDP1). Fix: leave it out; --gradient_checkpointing true in the job"),
-        (offloads and on_cpu, "fsdp_offload_params, but the CPU is where they are. Fix: false"),
+         "fsdp_activation_checkpointing, which draws new dropout masks in the backward pass "
+         "(FSDP2) and renames parameters (FSDP1). Fix: leave it out; gradient_checkpointing: true "
+         "in the job"),
+        (offloads and on_cpu, "fsdp_offload_params on the CPU, where they are already. Fix: false"),
         (offloads and precision == "fp16",
-         "fsdp_offload_params with mixed_precision: fp16, whose loss scale FSDP2 reads on the host "
-         "before it has come there. Fix: bf16, or no"),
+         "fsdp_offload_params with mixed_precision: fp16, whose loss scale FSDP2 reads on the CPU "
+         "before it has been copied. Fix: bf16, or no"),
     ):  # fmt: skip
         if is_asked:
             raise LaunchError(f"{request.source} asks for {words}")

@@ -82,7 +82,7 @@ class Trackers:
             told = f"report_to={','.join(config.report_to)}: cannot be started: {error}"
             if step == 0:
                 raise ConfigError(told) from error
-            logger.warning("%s. The run goes on without trackers, with metrics.jsonl", told)
+            logger.warning("%s. The run continues without trackers, with metrics.jsonl", told)
 
     def log(self, event: str, step: int, values: dict[str, Any]) -> None:
         """Log an event's numbers under the names <event>/<key>."""
@@ -98,7 +98,8 @@ class Trackers:
                 tracker.log(numbers, step=step)
             except Exception as error:
                 if tracker.name not in self.failed:
-                    logger.warning("%s failed, metrics.jsonl goes on: %r", tracker.name, error)
+                    told = "%s failed, metrics.jsonl is still written: %r"
+                    logger.warning(told, tracker.name, error)
                 self.failed.add(tracker.name)
 
     def close(self) -> None:

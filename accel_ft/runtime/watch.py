@@ -423,7 +423,7 @@ class Watch:
         """Return where the other ranks were if the error is a timeout, else None."""
         if "imed out" not in str(error):
             return None
-        others = [self._words(beat, "has not come") for beat in self._others()]
+        others = [self._words(beat, "did not arrive") for beat in self._others()]
         return f"rank {self.rank} waited for {self.limit:.0f} s (ddp_timeout): " + "; ".join(others)
 
     def _find_lost(

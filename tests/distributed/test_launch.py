@@ -38,10 +38,12 @@ LLAMA["fsdp_transformer_layer_cls_to_wrap"] = "LlamaDecoderLayer"
 REFUSED = {
     "MULTI_CPU starts one process": Refused(
         {"distributed_type": "MULTI_CPU"},
-        "asks for 2 processes, 1 run as one group. Fix: for several, accelerate_configs/ddp.yaml or fsdp2.yaml",
+        "asks for 2 processes, but the process group has 1. Fix: for several, accelerate_configs/ddp.yaml or fsdp2.yaml",
     ),
     "--cpu starts one process": Refused(
-        "cpu.yaml", "asks for 2 processes, 1 run as one group", ("--cpu", "--num_processes", 2)
+        "cpu.yaml",
+        "asks for 2 processes, but the process group has 1",
+        ("--cpu", "--num_processes", 2),
     ),
     "FSDP1 on the CPU": Refused(
         {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}},
@@ -130,8 +132,8 @@ def test_fsdp2_of_a_model_it_cannot_shard(
     job = [*words, "--model_name_or_path", str(tmp_path / "bart")]
     options = ["--main_process_port", 0, "-m", "accel_ft.train"]
     done = launch("cpu_fsdp2.yaml", *options, *job, check=False)
-    told = "FSDP2: accelerate cannot shard BartForSequenceClassification: its word embedding is in"
-    assert f"error: {told} several places, model.shared, " in done.stderr
+    told = "FSDP2: accelerate cannot shard BartForSequenceClassification: its word embedding is"
+    assert f"error: {told} shared by modules: model.shared, " in done.stderr
 
 
 def test_a_model_with_an_idle_parameter(words: list[str], tmp_path: Path, tiny_model: Path) -> None:

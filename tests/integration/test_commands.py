@@ -121,7 +121,7 @@ FAULTS = {
         None,
         "--lerning_rate: unknown key. Did you mean `learning_rate`?",
     ),
-    "wrong type": (["--seed", "x"], None, "seed=x: is no whole number"),
+    "wrong type": (["--seed", "x"], None, "seed=x: is not a whole number"),
     "missing file": (["--train_file", "no.csv"], None, "train_file=no.csv: there is no such file."),
     "missing column": (["--text_column", "body"], None, "text_column=body: no such column in "),
     "unknown label": ([], "text,label\na goal,Sport\n", "line 2: label 'Sport' is none of these"),
@@ -172,13 +172,13 @@ def test_faults_end_with_one_message(
         (
             "evaluate",
             ["--checkpoint", "TINY", "--test_file", "ROWS"],
-            "is no sequence classifier but ['BertModel']",
+            "is ['BertModel'], not a sequence classifier",
         ),
         ("predict", ["--checkpoint", "TINY"], "exactly one is needed"),
         (
             "predict",
             ["--checkpoint", "TINY", "--input", "ROWS", "--output", "ROWS"],
-            "is a file of rows",
+            "would overwrite the rows",
         ),
         ("predict", ["--checkpoint", "TINY", "--input", "no.csv"], "there is no such file"),
         ("predict", ["--checkpoint", "TINY", "--input", "."], "input=.: it is a folder"),
@@ -472,7 +472,7 @@ def test_what_other_programs_left_in_a_model(
     tokenizer.add_tokens(["zzz"])
     tokenizer.save_pretrained(model), tokenizer.save_pretrained(of_run)
     known = about["vocab_size"]
-    fault = f"its tokenizer gives token {known}, its model knows {known}. Fix"
+    fault = f"its tokenizer gives token id {known}, its model has {known} embeddings. Fix"
     train.main([*words, "--output_dir", str(tmp_path / "again")])
     predict.main(["--checkpoint", str(of_run), "--text", "a goal"])
     with pytest.raises(ConfigError, match=f"checkpoint={of_run}: {fault}"):
@@ -595,7 +595,7 @@ def test_what_an_input_begins_with(
                 kind_of(json_rows)
     if place == "-":
         assert kind_of(b"\n[]") == "json"
-        with pytest.raises(ConfigError, match="input=-: lines, or JSON"):
+        with pytest.raises(ConfigError, match="input=-: may be lines or JSON"):
             kind_of(b"\n")  # it tells nothing, since the rest is on its way
     for line in (
         b"\na goal",

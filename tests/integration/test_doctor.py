@@ -68,7 +68,7 @@ def test_one_that_ends_early_does_not_read_as_all_well(
 
     def examine(_: object) -> Iterator[Finding]:
         yield Finding("versions", "PASS", "all alike")
-        raise Preempted("SIGTERM: stopped after update 1 of 4, which is saved. Go on: ...")
+        raise Preempted("SIGTERM: stopped after update 1 of 4, which is saved. To continue: ...")
 
     monkeypatch.setattr("accel_ft.diagnosis.job.examine", examine)
     file = tmp_path / "found.json"

@@ -237,7 +237,7 @@ def test_a_checkpoint_of_sick_weights_is_passed_over(
     run, back = tmp_path / "run", {1: [4, 3], 2: [4, 2], 3: [3, 3]}[save_steps]
     told = [(e["update"], e["step"]) for e in nonfinite(run)]
     assert told == list(zip([5, 6], back, strict=True))
-    assert f"rolled back to update {back[1]}, to go on without 4 and 6" in capsys.readouterr().err
+    assert f"rolled back to update {back[1]}; leaving out update 4 and 6" in capsys.readouterr().err
     newest = transaction.list_published(run / "checkpoints")[-1]
     assert newest[0] == 12
     assert state.read_trainer_state(newest[1])["passed_over"] == [4, 5, 3]
@@ -254,9 +254,9 @@ def test_what_was_saved_before_a_sickness_stays(
         train.main([*words, "--max_steps", "30"])
     kept = transaction.list_published(tmp_path / "run/checkpoints")
     assert [step for step, _ in kept] == [3, 6, 9, 12]
-    newest = "the newest checkpoint is step_00000012, the newest of earlier weights step_00000003. "
+    newest = "the newest checkpoint is step_00000012, the newest from before these weights step_00000003. "
     assert newest in str(error.value)
-    assert "The weights are those of update 4;" in str(error.value)
+    assert "The weights are those after update 4;" in str(error.value)
     monkeypatch.undo()
     make_sick(monkeypatch, set(range(2 * 4, 200)))
     train.main([*words, "--max_steps", "13", "--output_dir", str(tmp_path / "sick")])
@@ -277,10 +277,10 @@ def test_a_rollback_that_comes_no_further_back_leaves_out_what_it_says(
     """An update that the newest checkpoint's weights hold is not left out by its number."""
     make_sick(monkeypatch, set(range(2 * 4, 200)))
     words += ["--on_nonfinite", "rollback", "--save_steps", "1", "--save_total_limit", "2"]
-    with pytest.raises(UserError, match="The weights are those of update 3; "):
+    with pytest.raises(UserError, match="The weights are those after update 3; "):
         train.main([*words, "--max_steps", "30"])
     told = re.findall(
-        r"rolled back to update (\d+), to go on without (.*)", capsys.readouterr().err
+        r"rolled back to update (\d+); leaving out update (.*)", capsys.readouterr().err
     )
     assert told[:3] == [("4", "5"), ("3", "4 and 6"), ("6", "7")]
 
@@ -444,7 +444,9 @@ def test_read_late_is_dealt_with_alike(
         if late:
             as_on_a_gpu(monkeypatch)
         if policy == "stop":
-            with pytest.raises(UserError, match="update 6: the loss is nan; .* those of update 5"):
+            with pytest.raises(
+                UserError, match="update 6: the loss is nan; .* those after update 5"
+            ):
                 train.main(words)
         else:
             train.main(words)
@@ -665,12 +667,10 @@ def test_a_changed_setting_is_refused_unless_allowed(
     assert events_of(tmp_path / "run")[-1]["step"] == 4
     assert "allow_changed: []" in (tmp_path / "run" / "config.yaml").read_text()
     more = ["--global_batch_size", "4", "--max_steps", "6"]
-    assert "updates are counted" not in capsys.readouterr().err
+    assert "count as if they were made by this job" not in capsys.readouterr().err
     train.main([*again, *more, "--allow_changed", "learning_rate,seed,global_batch_size"])
     assert events_of(tmp_path / "run")[-1]["step"] == 6
-    told = (
-        "updates are counted, so 4 of 6 are done, as if those had been of this job; rows of epoch"
-    )
+    told = "the 4 of 6 updates done so far count as if they were made by this job, which goes on at epoch"
     assert told in capsys.readouterr().err
 
 
@@ -1434,7 +1434,7 @@ def test_a_checkpoint_that_cannot_be_published_stops_the_run(
 
 def test_profile_of_too_few_updates(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     train.main([*words, "--profile", "--max_steps", "4"])
-    assert "profile: 4 updates are too few, it takes 10" in capsys.readouterr().err
+    assert "profile: 4 updates are too few: it needs 10" in capsys.readouterr().err
 
 
 def test_profile(words: list[str], tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_a_default_device_that_is_no_cpu_is_refused(job: dict[str, Any]) -> None
 
 
 def test_no_checkpoint_is_none() -> None:
-    with pytest.raises(ConfigError, match="checkpoint=None: a folder or a name is wanted"):
+    with pytest.raises(ConfigError, match="checkpoint=None: must be a folder or a name"):
         accel_ft.load_classifier(None)  # type: ignore[arg-type]
 
 

@@ -194,7 +194,7 @@ def test_pad_token_that_the_model_does_not_know(
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     tokenizer.save_pretrained(model)
     known = json.loads((model / "config.json").read_text())["vocab_size"]
-    fault = f"gives token {known}, its model knows {known}. Fix"
+    fault = f"gives token id {known}, its model has {known} embeddings. Fix"
     with pytest.raises(ConfigError, match=fault):
         train.main(job_words(model, rows_file, odd_file, tmp_path / "run"))
     kind = transformers.GPT2ForSequenceClassification
@@ -308,7 +308,7 @@ def test_attention_does_not_depend_on_earlier_rows(
     config = transformers.AutoConfig.from_pretrained(folder, id2label={0: "a", 1: "b"})
     transformers.BigBirdForSequenceClassification(config).save_pretrained(folder)
     classifier = load_classifier(folder)
-    assert "big_bird attends in full, not in sparse blocks" in caplog.text
+    assert "big_bird uses full attention, not block-sparse" in caplog.text
     long = " ".join(WORDS_OF_ALL[:50])
     first = classifier.predict([long])
     classifier.predict(["a goal"])

@@ -126,13 +126,13 @@ def test_a_model_that_left_its_run_is_measured_as_in_it(
     assert json.loads(capsys.readouterr().out)["num_samples"] == 5
     settings.write_text(told)
     with pytest.raises(
-        ConfigError, match="belongs to no run whose rows could be taken. Fix: --test_file"
+        ConfigError, match="belongs to no run, so its rows are unknown. Fix: --test_file"
     ):
         evaluate.main(["--checkpoint", str(out)])
     settings.write_text(re.sub("test_file: .*", "test_file: rows/of.csv", settings.read_text()))
     with pytest.raises(
         ConfigError,
-        match=r"test_file=rows/of.csv: .* from the run's config.yaml\). Fix: the folder that",
+        match=r"test_file=rows/of.csv: .* from the run's config.yaml\). Fix: start from the folder",
     ):
         evaluate.main(["--checkpoint", "."])
 
@@ -162,7 +162,7 @@ def test_rows_that_change_beside_a_run(
         assert not (tmp_path / "run/mistakes.jsonl").exists()
         assert read_record(tmp_path / "run").mistakes == []
         evaluate.main(["--checkpoint", str(tmp_path / "run")])
-        assert "some may have been trained on" in caplog.text
+        assert "it may have trained on some" in caplog.text
         assert "--test_split_name" not in caplog.text
         caplog.clear()
         write_rows(rows, 40, seed=40)
@@ -174,7 +174,7 @@ def test_rows_that_change_beside_a_run(
             stopped_at(8, [*words, str(held_out)])
         train.main([*words, str(rows), *LATEST])
         assert (
-            "the best evaluation so far (by accuracy) is forgotten: the validation rows are others"
+            "the best evaluation so far (by accuracy) no longer counts: the validation rows have changed"
             in caplog.text
         )
 
@@ -247,7 +247,7 @@ def test_a_disk_that_is_full_when_a_line_or_the_card_is_written(
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", opened)
-        told = r"run/metrics.jsonl: cannot be written \(No space left on device\). Fix: room on its"
+        told = r"run/metrics.jsonl: cannot be written \(No space left on device\). Fix: free disk space"
         with pytest.raises(CheckpointError, match=told):
             train.main(words)
 
@@ -339,7 +339,7 @@ def test_what_predict_is_given(
     predict.main([*command, "-"])
     assert [json.loads(line)["item"] for line in out.read_text().splitlines()] == [1, 2]
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(b"[\n"))))
-    with pytest.raises(ConfigError, match="lines, or JSON. Fix: --input_format"):
+    with pytest.raises(ConfigError, match="may be lines or JSON. Fix: --input_format"):
         predict.main([*command, "-"])
     with pytest.raises(ConfigError, match="standard input cannot be parquet"):
         predict.main([*command, "-", "--input_format", "parquet"])
@@ -395,7 +395,7 @@ def test_a_model_that_does_not_say_what_its_labels_are(
     assert "f1_micro" in json.loads(capsys.readouterr().out)
     for kind, fault in (
         ("multi_label_classification", "problem_type=regression: .* is for multi_label"),
-        ("regression", "predicts 2 numbers; one can be measured"),
+        ("regression", "predicts 2 numbers; only one is supported"),
     ):
         (tmp_path / "old/config.json").write_text(json.dumps(about | {"problem_type": kind}))
         with pytest.raises(ConfigError, match=fault):
@@ -426,9 +426,11 @@ def test_folders_that_are_nearly_checkpoints(words: list[str], tmp_path: Path) -
         with pytest.raises(ConfigError, match=r"holds no model .* of a run, or of a checkpoint"):
             predict.main(["--checkpoint", str(folder), "--text", "a"])
     again = [*words, "--output_dir", str(tmp_path / "b")]
-    with pytest.raises(CheckpointError, match="run: is a run, no checkpoint. Fix: a folder in"):
+    with pytest.raises(CheckpointError, match="run: is a run, not a checkpoint. Fix: a folder in"):
         train.main([*again, "--resume_from_checkpoint", str(tmp_path / "run")])
-    with pytest.raises(CheckpointError, match="run: is a run, no checkpoint. Fix: latest, or a f"):
+    with pytest.raises(
+        CheckpointError, match="run: is a run, not a checkpoint. Fix: latest, or a f"
+    ):
         train.main([*words, "--resume_from_checkpoint", str(tmp_path / "run")])
 
 
@@ -439,11 +441,15 @@ def test_a_resume_that_trains_nothing_says_so(
     train.main([*words, "--max_steps", "4"])
     longer = ["--resume_from_checkpoint", str(tmp_path / "run/checkpoints/step_00000004")]
     longer += ["--output_dir", str(tmp_path / "new run")]
-    with pytest.raises(CheckpointError, match=r"step_00000004: 4 updates are done, and .* has 2\."):
+    with pytest.raises(
+        CheckpointError, match=r"step_00000004: 4 updates are done, but .* has only 2\."
+    ):
         train.main([*words, "--max_steps", "2", *longer])
     for _ in range(2):  # finished or not
         shutil.rmtree(tmp_path / "run/model", ignore_errors=True)
-        with pytest.raises(CheckpointError, match=r"run: 4 updates are done, and the job has 2\."):
+        with pytest.raises(
+            CheckpointError, match=r"run: 4 updates are done, but the job has only 2\."
+        ):
             train.main([*words, "--max_steps", "2", *LATEST])
     train.main([*words, "--max_steps", "4", *longer])
     done = capsys.readouterr()
@@ -476,7 +482,7 @@ def test_what_is_switched_on_around_it_changes_nothing(
     found = classifier.predict(texts)
     with torch.autocast("cpu", torch.bfloat16):
         assert classifier.predict(texts) == found
-        with pytest.raises(ConfigError, match="fit: torch.autocast is on around it. Fix: call it"):
+        with pytest.raises(ConfigError, match="fit: is called under torch.autocast. Fix: call it"):
             fit(**keys, output_dir=tmp_path / "autocast")
     rare = classifier.describe(np.array([1.25e-7, 0.25, 0.25, 0.5]))["scores"]
     assert min(rare.values()) == 1.25e-7
@@ -517,7 +523,7 @@ def test_fit_and_load_classifier(tmp_path: Path, tiny_model: Path, rows_file: Pa
         fit(resume_from_checkpoint=True)
     with pytest.raises(ConfigError, match="batch_size, device: unknown. Allowed: all_scores, max_"):
         load_classifier(model, device="cuda", batch_size=3)
-    with pytest.raises(ConfigError, match="config: the path of a YAML file is wanted"):
+    with pytest.raises(ConfigError, match="config: must be the path of a YAML file"):
         fit({"train_file": rows_file})
     job = tmp_path / "run/config.yaml"
     with pytest.raises(ConfigError, match=r"config.yaml: there is no such file"):
@@ -563,7 +569,7 @@ def test_a_guest_leaves_the_process_as_it_was(
     if call == "fit":
         fit(**job | {"output_dir": tmp_path / "again"})
     else:
-        with pytest.raises(ConfigError, match="the model sees"):
+        with pytest.raises(ConfigError, match="the model takes"):
             fit(**job | {"output_dir": tmp_path / "again", "max_seq_length": 10**5})
     assert state() == before
 
@@ -812,7 +818,9 @@ def test_a_model_too_large_to_be_measured(
     from accel_ft.engine import fitting
 
     monkeypatch.setattr(fitting, "device_bytes", lambda device: 1000)
-    with pytest.raises(ConfigError, match="auto: the whole model, 0 MiB, has no room"):
+    with pytest.raises(
+        ConfigError, match="auto: the whole model, 0 MiB, and its gradients must fit"
+    ):
         train.main([*words, "--per_device_train_batch_size", "auto"])
 
 
@@ -854,7 +862,7 @@ def test_an_export_that_could_not_take_its_name(
 ) -> None:
     (tmp_path / "out").mkdir()
     monkeypatch.setattr(Path, "is_mount", lambda self: self.name == "out")
-    with pytest.raises(ConfigError, match="is where a disk is. Fix: a folder in it"):
+    with pytest.raises(ConfigError, match="is a mount point. Fix: a folder in it"):
         export.main(["--checkpoint", "x", "--output", str(tmp_path / "out")])
 
 
@@ -863,7 +871,7 @@ def test_an_export_among_checkpoints(words: list[str], tmp_path: Path) -> None:
     train.main([*words, "--max_steps", "1"])
     checkpoint = tmp_path / "run/checkpoints/step_00000001"
     for output in (checkpoint / "hf", checkpoint / "a/b", checkpoint.with_name("step_00000009")):
-        with pytest.raises(ConfigError, match="is among checkpoints. Fix: another folder"):
+        with pytest.raises(ConfigError, match="is inside checkpoints/. Fix: another folder"):
             export.main(["--checkpoint", str(checkpoint), "--output", str(output)])
     (tmp_path / "checkpoints").mkdir()  # of nobody
     (tmp_path / "manifest.json").write_text("{}")  # of a web site

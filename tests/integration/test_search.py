@@ -110,7 +110,7 @@ def test_trials_at_the_same_time_have_gpus_of_their_own(
     assert shares(2, 4, num_processes=4, gpu_ids="0", use_cpu=True) == [None, None]
     assert shares(1, 4, gpu_ids="0,1") == [None]
     for gpu_ids in ("0,1", 0):
-        with pytest.raises(ConfigError, match=f"gpu_ids={gpu_ids} would put all trials"):
+        with pytest.raises(ConfigError, match=f"gpu_ids={gpu_ids} would put all parallel trials"):
             shares(2, 4, num_processes=2, gpu_ids=gpu_ids)
 
 
@@ -215,7 +215,7 @@ def test_each_combination_of_lists_is_tried_once(
     """A job that is trained again only ends as it did; one that failed may have been mended."""
     space = "learning_rate: [0.6, 0.7]\nweight_decay: [0.1, 0.2]\n"
     monkeypatch.setenv("FAILS", "1")
-    with pytest.raises(ConfigError, match="no trial came to its end, 1 failed"):
+    with pytest.raises(ConfigError, match="no trial finished, 1 failed"):
         search_of_stand_ins(space, "--num_trials", "1")
     monkeypatch.delenv("FAILS")
     search_of_stand_ins(space, "--num_trials", "2")
@@ -223,7 +223,7 @@ def test_each_combination_of_lists_is_tried_once(
     assert states(study) == ["FAIL", *["COMPLETE"] * 4]
     assert len({tuple(trial.params.items()) for trial in study.trials[1:]}) == 4
     assert study.trials[1].params != study.trials[0].params
-    assert capsys.readouterr().out.count("all 4 combinations are tried") == 1
+    assert capsys.readouterr().out.count("all 4 combinations have been tried") == 1
 
 
 def test_a_combination_that_cannot_run_is_tried_once(
@@ -235,8 +235,8 @@ def test_a_combination_that_cannot_run_is_tried_once(
     study = search_of_stand_ins(space, "--num_trials", "9")
     assert sorted(states(study)) == ["COMPLETE", "COMPLETE", "FAIL"]
     told = capsys.readouterr()
-    assert "all 3 combinations are tried" in told.out
-    assert "of the trials of this start 1 failed: error: out of memory" in told.err
+    assert "all 3 combinations have been tried" in told.out
+    assert "trials of this start: 1 failed: error: out of memory" in told.err
     monkeypatch.delenv("FAILS_AT")
     assert states(search_of_stand_ins(space, "--num_trials", "9")).count("COMPLETE") == 3
 
@@ -386,7 +386,7 @@ def test_a_job_that_resumes(search_of_stand_ins, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("resume_from_checkpoint: latest\n")
     search_of_stand_ins("learning_rate: [0.1]\n", "--num_trials", "1")
     (tmp_path / "job.yaml").write_text(f"resume_from_checkpoint: {tmp_path}\n")
-    with pytest.raises(ConfigError, match="job.yaml.: trials begin anew. Fix: leave it out"):
+    with pytest.raises(ConfigError, match="job.yaml.: a trial is a new run. Fix: leave it out"):
         search_of_stand_ins("learning_rate: [0.1]\n", "--num_trials", "2")
 
 
@@ -517,7 +517,7 @@ def test_a_job_that_cannot_run_is_told_once(
     monkeypatch.setenv("FAILS", "1")
     words = ["--num_trials", "20", "--parallel_trials", at_once]
     with pytest.raises(
-        ConfigError, match=r"came to its end, \d failed: error: the rows are bad \(each"
+        ConfigError, match=r"no trial finished, \d failed: error: the rows are bad \(see each"
     ):
         search_of_stand_ins("learning_rate: {low: 0.1, high: 0.9}\n", *words)
     told = capsys.readouterr()
@@ -582,7 +582,7 @@ def test_a_search_that_a_launcher_started(tmp_path: Path, monkeypatch: pytest.Mo
     words = ["--job", str(tmp_path / "job.yaml"), "--space", str(tmp_path / "space.yaml")]
     for name in ("RANK", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.setenv(name, "0")
-        with pytest.raises(LaunchError, match=f"heeds no {name}. Fix: .*--config_file FILE"):
+        with pytest.raises(LaunchError, match=f"but {name} is set, .* Fix: .*--config_file FILE"):
             search.main(words)
         monkeypatch.delenv(name)
 
@@ -645,7 +645,7 @@ def test_a_metric_that_is_no_number_counts_as_a_failure(
     search_of_stand_ins, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("NO_NUMBER", "1")
-    with pytest.raises(ConfigError, match="no trial came to its end"):
+    with pytest.raises(ConfigError, match="no trial finished"):
         search_of_stand_ins("learning_rate: {low: 0.6, high: 0.9}\n", "--num_trials", "20")
     told = capsys.readouterr().out
     assert told.count("is NaN (see its log)") == 3
@@ -680,10 +680,10 @@ def test_a_study_that_is_damaged_or_gone(search_of_stand_ins, tmp_path: Path) ->
         with pytest.raises(ConfigError, match=r"study\.log: is damaged .* Fix: another output_dir"):
             search_of_stand_ins(space, "--num_trials", "2")
     journal.write_bytes(b"".join([lines[0], *lines[2:]]))
-    with pytest.raises(ConfigError, match=r"study\.log: is damaged or gone, of trials"):
+    with pytest.raises(ConfigError, match=r"study\.log: is damaged or missing, though"):
         search_of_stand_ins(space, "--num_trials", "2")
     journal.unlink()
-    with pytest.raises(ConfigError, match=r"study\.log: is damaged or gone, of trials"):
+    with pytest.raises(ConfigError, match=r"study\.log: is damaged or missing, though"):
         search_of_stand_ins(space, "--num_trials", "2")
     assert not (tmp_path / "search/trial_0001").exists()
 
@@ -705,14 +705,14 @@ def test_a_space_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         search.main(words)
     assert "learning_rat: cannot be varied. Did you mean `learning_rate`?" in str(caught.value)
-    assert "seed={'low': 1}: no range" in str(caught.value)
+    assert "seed={'low': 1}: is no range" in str(caught.value)
     assert "lr_scheduler_type=cosin" in str(caught.value)
     assert "global_batch_size=0" in str(caught.value)
-    assert "warmup_steps=3: no range (one value)" in str(caught.value)
+    assert "warmup_steps=3: is no range (a single value)" in str(caught.value)
     assert "learning_rate=inf: " in str(caught.value)
     assert "push_to_hub: cannot be varied" in str(caught.value)  # it would do nothing
-    assert "gradient_checkpointing={'low': False, 'high': True}: no range" in str(caught.value)
-    assert "'low': '9e0', 'high': '8e0'}: no range" in str(caught.value)
+    assert "gradient_checkpointing={'low': False, 'high': True}: is no range" in str(caught.value)
+    assert "'low': '9e0', 'high': '8e0'}: is no range" in str(caught.value)
     assert "problem_type: trials could not be compared" in str(
         caught.value
     )  # each has metrics of its own
@@ -721,11 +721,11 @@ def test_a_space_that_cannot_be(tmp_path: Path) -> None:
     )  # each would have its rows
     assert "eval_steps: trials could not be compared" in str(caught.value)  # by number
     assert "lr: cannot be varied. Fix: learning_rate" in str(caught.value)
-    assert "lora_alpha={'min': 1, 'max': 2}: no range (" in str(caught.value)
+    assert "lora_alpha={'min': 1, 'max': 2}: is no range (" in str(caught.value)
     assert "num_train_epochs: has no effect beside max_steps" in str(caught.value)
     assert "max_grad_norm" not in str(caught.value)  # though YAML takes 1e-3 for a text
-    assert "weight_decay={'low': 0, 'high': 0.1, 'log': True}: no range" in str(caught.value)
-    assert "'step': 1.9}: no range (not of whole numbers)" in str(caught.value)
+    assert "weight_decay={'low': 0, 'high': 0.1, 'log': True}: is no range" in str(caught.value)
+    assert "'step': 1.9}: is no range (not whole numbers)" in str(caught.value)
     assert "early_stopping_threshold has no effect on training without" in str(caught.value)
     assert "lora_dropout" not in str(caught.value)  # beside a lora_r that varies
     (tmp_path / "space.yaml").write_text("- a\n")

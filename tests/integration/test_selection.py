@@ -129,7 +129,7 @@ def test_the_other_end_of_a_metric_is_another_choice(
     turned = [*words, "--greater_is_better", "true", *LATEST]
     train.main(turned)
     assert (
-        "the best evaluation so far (by loss) is forgotten: now it is loss, the h"
+        "the best evaluation so far (by loss) no longer counts: the metric is now loss, the h"
         in capsys.readouterr().err
     )
     events = events_of(tmp_path / "run")
@@ -137,7 +137,7 @@ def test_the_other_end_of_a_metric_is_another_choice(
     assert events[-1]["model_step"] == max(range(8, 13), key=losses.__getitem__)
     train.main([*words, *LATEST])
     told = capsys.readouterr().err
-    assert "chosen by loss, the highest; no update is left to choose one by loss" in told
+    assert "chosen by loss, the highest; no updates are left to choose one by loss" in told
 
 
 def test_a_finished_choice_is_measured_on_other_rows_and_not_made_anew(
@@ -151,15 +151,17 @@ def test_a_finished_choice_is_measured_on_other_rows_and_not_made_anew(
     assert end["model_step"] < end["step"] < 12
     model = (run / "model/model.safetensors").read_bytes()
     shutil.rmtree(run / "model")
-    with pytest.raises(CheckpointError, match="its model/ is gone. Fix: its command with"):
+    with pytest.raises(
+        CheckpointError, match="its model/ is missing. Fix: rerun its training command with"
+    ):
         load_classifier(run)
     capsys.readouterr()
     train.main([*words, *LATEST])
-    assert "its end is made anew" in capsys.readouterr().err
+    assert "its end is repeated" in capsys.readouterr().err
     assert (run / "model/model.safetensors").read_bytes() == model
     assert events_of(run)[-1]["model_step"] == end["model_step"]
     train.main([*words, "--validation_file", str(rows_file), *LATEST])
-    assert "its end is made anew" in capsys.readouterr().err
+    assert "its end is repeated" in capsys.readouterr().err
     again = events_of(run)[-1]
     assert (again["step"], again["model_step"]) == (end["step"], end["model_step"])
     assert again["eval_loss"] != end["eval_loss"]
@@ -167,13 +169,13 @@ def test_a_finished_choice_is_measured_on_other_rows_and_not_made_anew(
     words += ["--validation_file", str(rows_file), "--max_steps", str(end["step"])]
     train.main([*words, "--metric_for_best_model", "loss", *LATEST])
     told = capsys.readouterr().err
-    assert "was chosen by accuracy; no update is left to choose one by loss" in told
+    assert "was chosen by accuracy; no updates are left to choose one by loss" in told
     assert "nothing to do" in told
     other = tmp_path / "test.csv"
     other.write_text("".join(rows_file.read_text().splitlines(keepends=True)[:9]))
     words += ["--test_file", str(other)]
     train.main([*words, "--metric_for_best_model", "loss", *LATEST])
-    assert "its end is made anew" in capsys.readouterr().err
+    assert "its end is repeated" in capsys.readouterr().err
     assert json.loads((run / "receipt.json").read_text())["selection"]["metric"] == "accuracy"
 
 
@@ -187,7 +189,7 @@ def test_a_key_that_changes_nothing_leaves_a_finished_run_alone(
     assert "nothing to do" in capsys.readouterr().err
     assert (tmp_path / "run/model/notes.txt").is_file()
     train.main([*words, "--load_best_model_at_end", *LATEST])
-    assert "its end is made anew" in capsys.readouterr().err
+    assert "its end is repeated" in capsys.readouterr().err
     assert not (tmp_path / "run/model/notes.txt").is_file()
 
 
@@ -278,7 +280,7 @@ def test_a_model_that_returns_no_numbers_is_never_the_best(
     assert events[-1]["model_step"] == 1
     assert f"{len(kept) - 1} rows have NaN or infinite logits" in capsys.readouterr().err
     other = ["--output_dir", str(tmp_path / "other")]
-    with pytest.raises(UserError, match="the model of update 2 returns no numbers"):
+    with pytest.raises(UserError, match="the model of update 2 returns NaN or infinite logits"):
         train.main([*words, *first, *other])
     assert not (tmp_path / "other/model").exists()
 
@@ -295,7 +297,7 @@ def test_rows_without_numbers_are_counted(
         return scores, logits
 
     monkeypatch.setattr(Run, "measure", one_is_sick)
-    with pytest.raises(UserError, match=r"infinite logits\) for 1 of 21 validation rows; no model"):
+    with pytest.raises(UserError, match=r"infinite logits for 1 of 21 validation rows; no model"):
         train.main([*words, "--max_steps", "1"])
 
 
@@ -315,7 +317,7 @@ def test_a_damaged_best_checkpoint_is_told_at_the_resume(
     assert "step_00000002: model.safetensors is damaged" in told
     assert (weights.parents[1] / "damaged-step_00000002/optimizer.bin").is_file()
     assert (
-        "the best evaluation so far (by loss, the highest) is forgotten: its checkpoint is lost"
+        "the best evaluation so far (by loss, the highest) no longer counts: its checkpoint is lost"
         in told
     )
     events = events_of(tmp_path / "run")
@@ -335,19 +337,19 @@ def test_a_best_checkpoint_that_is_kept_no_longer_is_told(
     with pytest.raises(RuntimeError):
         stopped_at(9, [*words, "--load_best_model_at_end"])
     assert (tmp_path / "run/checkpoints/step_00000002").is_dir()
-    told = "the checkpoint of the best evaluation, of update 2, is kept no longer"
+    told = "the checkpoint of the best evaluation, of update 2, will be pruned like others"
     train.main([*words, "--load_best_model_at_end", "--max_steps", "8", *LATEST])
     assert told not in capsys.readouterr().err
     words[words.index("--metric_for_best_model") :] = ["--save_total_limit", "2"]  # idle alone
     shutil.copytree(tmp_path / "run", tmp_path / "all")
     everything = ["--output_dir", str(tmp_path / "all"), "--save_total_limit", "none"]
     train.main([*words, "--max_steps", "10", *LATEST, *everything])
-    assert "is kept no longer" not in capsys.readouterr().err  # none is pruned
+    assert "will be pruned like others" not in capsys.readouterr().err  # none is pruned
     train.main([*words, "--max_steps", "10", *LATEST])
     assert told in capsys.readouterr().err
     assert not (tmp_path / "run/checkpoints/step_00000002").exists()
     train.main([*words, "--max_steps", "12", *LATEST])
-    assert "is kept no longer" not in capsys.readouterr().err
+    assert "will be pruned like others" not in capsys.readouterr().err
 
 
 def test_a_run_that_is_to_end_where_it_stands_is_evaluated_there(
@@ -428,7 +430,7 @@ def test_a_best_model_that_is_lost_is_not_replaced_by_the_last(
         weights.write_bytes(weights.read_bytes()[:-1] + b"x")
         finish(run)
 
-    told = "step_00000002: is missing or damaged, .* no update is left .* for the last model"
+    told = "step_00000002: is missing or damaged, .* no updates are left .* take the last model"
     with monkeypatch.context() as patch:
         patch.setattr(loop, "finish", damage)
         with pytest.raises(CheckpointError, match=told):

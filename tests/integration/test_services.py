@@ -107,7 +107,7 @@ def test_a_tracker_that_is_down_ends_no_run_that_has_begun(
     with pytest.raises(ConfigError, match="report_to=tensorboard: cannot be started: the service"):
         Trackers(accelerator).start(job, 0)
     Trackers(accelerator).start(job, 5)
-    assert "is down. The run goes on without trackers, with metrics.jsonl" in caplog.text
+    assert "is down. The run continues without trackers, with metrics.jsonl" in caplog.text
     assert accelerator.trackers == []
 
 
@@ -148,7 +148,7 @@ def test_a_tracker_that_fails_ends_nothing(
     train.main([*words, "--report_to", "tensorboard"])
     assert events_of(tmp_path / "run")[-1]["event"] == "end"
     assert set(heard) == set(range(1, 13))
-    assert capsys.readouterr().err.count("deaf failed, metrics.jsonl goes on") == 1
+    assert capsys.readouterr().err.count("deaf failed, metrics.jsonl is still written") == 1
 
 
 def test_a_model_of_the_hub(words: list[str], tmp_path: Path, tiny_model: Path) -> None:
@@ -348,7 +348,7 @@ def test_no_repository_is_made_for_what_is_not_there(tmp_path: Path, hub: Hub) -
 
 def test_a_hub_that_is_away_is_no_matter_of_tokens() -> None:
     with pytest.raises(
-        ConfigError, match="cannot be reached: .*offline.* variable. Fix: mend the network"
+        ConfigError, match="cannot be reached: .*offline.* variable. Fix: check the network"
     ) as told:
         require_repo("me/x", private=False)
     assert "auth login" not in str(told.value)
@@ -374,7 +374,7 @@ def test_what_is_to_be_private_is_not_pushed_to_what_is_public(
 ) -> None:
     push = [*words, "--push_to_hub", "--hub_model_id", "me/x"]
     hub.private = False
-    with pytest.raises(ConfigError, match="hub_private_repo: me/x is there already, and public"):
+    with pytest.raises(ConfigError, match="hub_private_repo: me/x exists already, and is public"):
         train.main([*push, "--hub_private_repo"])
     assert not (tmp_path / "run/checkpoints").exists()
     hub.of_write = 404  # of a mirror that does not know the question

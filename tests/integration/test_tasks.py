@@ -122,7 +122,7 @@ def test_several_labels(
     newest = max((tmp_path / "run/checkpoints").iterdir())
     capsys.readouterr()
     export.main(["--checkpoint", str(newest), "--output", str(tmp_path / "early")])
-    assert f"{newest.name} has no thresholds yet" in capsys.readouterr().err
+    assert f"{newest.name} has no tuned thresholds yet" in capsys.readouterr().err
     export.main(["--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "whole")])
     assert "thresholds" not in capsys.readouterr().err
     classify = load_classifier(tmp_path / "run", all_scores=True)
@@ -295,12 +295,12 @@ def test_thresholds_of_another_job(
     assert "the 1 validation rows hold 0 of the 4 labels" in capsys.readouterr().err
     model = tmp_path / "run/model"
     assert open_classifier(str(model), torch.device("cpu")).thresholds is not None
-    assert "is for training" not in capsys.readouterr().err
+    assert "is ignored here" not in capsys.readouterr().err
     for variable, value in (("DYNAMO_BACKEND", "INDUCTOR"), ("USE_FSDP", "true")):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(f"ACCELERATE_{variable}", value)
             open_classifier(str(model), torch.device("cpu"))
-        assert capsys.readouterr().err.count("is for training") == 1
+        assert capsys.readouterr().err.count("is ignored here") == 1
     more = ["--model_name_or_path", str(model), "--output_dir", str(tmp_path / "on")]
     train.main([*words, *more])
     (checkpoint,) = (tmp_path / "on/checkpoints").iterdir()
@@ -414,7 +414,7 @@ def test_keys_that_are_for_classes_only(tmp_path: Path) -> None:
             ]
         )
     assert (
-        "metric_for_best_model=accuracy: no metric of regression. Allowed: rmse, mae, pearson, spearmanr, r2, loss"
+        "metric_for_best_model=accuracy: is no metric of regression. Allowed: rmse, mae, pearson, spearmanr, r2, loss"
         in str(caught.value)
     )
     assert "class_weights=balanced: is for single_label_classification only" in str(caught.value)
@@ -452,12 +452,12 @@ def test_pairs(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[s
     alone = load_classifier(tmp_path / "alone")
     assert alone.predict([]) == []
     assert [each["label"] for each in alone.predict(asked)] == ["World", "Sports"]
-    with pytest.raises(ConfigError, match="trained on pairs. Fix: two texts each"):
+    with pytest.raises(ConfigError, match="trained on pairs of texts. Fix: two texts per row"):
         alone.predict(["goal striker medal"])
-    with pytest.raises(ConfigError, match="trained on pairs. Fix: two texts each"):
+    with pytest.raises(ConfigError, match="trained on pairs of texts. Fix: two texts per row"):
         predict.main(["--checkpoint", str(tmp_path / "alone"), "--text", "goal striker medal"])
     measured = ["--checkpoint", str(tmp_path / "alone"), "--test_file", str(held_out), *columns]
-    with pytest.raises(ConfigError, match="alone: was trained on pairs. Fix: two texts"):
+    with pytest.raises(ConfigError, match="alone: was trained on pairs of texts. Fix: two texts"):
         evaluate.main(measured[:-2])  # it would be measured on halves
     capsys.readouterr()
     evaluate.main([*measured, "--output", "-"])
@@ -539,4 +539,4 @@ def test_amounts_that_are_taken_for_labels_are_told(
         words += [f"--{name}_file", str(rows)]
     train.main([*words, "--max_steps", "1"])
     told = capsys.readouterr().err
-    assert "the labels are numbers (0.0, ...), and each is a class of its own. Fix" in told
+    assert "the labels are numbers (0.0, ...), and each counts as a class. Fix" in told

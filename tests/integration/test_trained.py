@@ -100,7 +100,7 @@ def test_checkpointing_is_asked_of_the_model(tiny_model: Path) -> None:
     assert not any(getattr(m, "gradient_checkpointing", False) for m in frozen.modules())
     type(model).supports_gradient_checkpointing = False
     try:
-        with pytest.raises(ConfigError, match="BertForSequenceClassification cannot"):
+        with pytest.raises(ConfigError, match="BertForSequenceClassification does not support it"):
             choose_trained(model, TrainConfig(gradient_checkpointing=True))
     finally:
         del type(model).supports_gradient_checkpointing
@@ -159,7 +159,7 @@ def test_adapters_of_another_base_do_not_go_on(
     with pytest.raises(CheckpointError, match="belongs to another job(.|\n)*pretrained: "):
         train.main([*words, "--max_steps", "6", "--resume_from_checkpoint", "latest"])
     checkpoint = str(max((tmp_path / "run/checkpoints").iterdir()))
-    another = f"{base}: the adapters were trained on another one: model.safetensors was"
+    another = f"{base}: the adapters were trained on other weights: model.safetensors was"
     with pytest.raises(CheckpointError, match=another):
         load_classifier(checkpoint)
     torch.save(weights, base / "pytorch_model.bin")  # under another name
@@ -180,14 +180,16 @@ def test_a_base_that_is_not_here(
     train.main([*words, *LORA, "--model_name_or_path", "my/base", "--max_steps", "1"])
     (tmp_path / "else").mkdir()
     monkeypatch.chdir(tmp_path / "else")
-    told = "base_model_name_or_path=my/base: the adapters' pretrained model cannot be had here. Fix: the"
+    told = "base_model_name_or_path=my/base: the adapters' pretrained model cannot be loaded. Fix: start"
     with pytest.raises(ConfigError, match=told):
         load_classifier(max((tmp_path / "run/checkpoints").iterdir()))
     base = tmp_path / "my/base"  # by its whole path, and gone
     words += [*LORA, "--model_name_or_path", str(base), "--output_dir", str(tmp_path / "whole")]
     train.main([*words, "--max_steps", "1"])
     shutil.rmtree(base)
-    with pytest.raises(ConfigError, match=f"={base}: the adapters' pretrained model cannot be had"):
+    with pytest.raises(
+        ConfigError, match=f"={base}: the adapters' pretrained model cannot be loaded"
+    ):
         load_classifier(max((tmp_path / "whole/checkpoints").iterdir()))
 
 
@@ -205,7 +207,7 @@ def test_a_base_that_changes_beside_the_run(
 
     monkeypatch.setattr(adapters, "merged", merged_late)
     words = [*words, *LORA, "--model_name_or_path", str(base), "--max_steps", "2"]
-    with pytest.raises(CheckpointError, match="trained on another one: model.safetensors was"):
+    with pytest.raises(CheckpointError, match="trained on other weights: model.safetensors was"):
         train.main(words)
     assert not (tmp_path / "run/model").exists()
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
@@ -346,7 +348,7 @@ def test_what_is_drawn_is_trained_and_saved(
     assert shown == [logging.WARNING, logging.ERROR, logging.WARNING]  # of the head
     if kind != "gpt2":
         name = next(name for name in weights if "lora_" in name)
-        with pytest.raises(CheckpointError, match="adapters are not those of"):
+        with pytest.raises(CheckpointError, match="adapters do not fit"):
             adapters.merged(
                 config,
                 adapters.peft_config(model).to_dict(),
@@ -406,7 +408,7 @@ def test_layers_that_have_one_weight_in_common(tmp_path: Path) -> None:
 
     model = AutoModelForSequenceClassification.from_config(architectures()["zamba2"])
     job = TrainConfig(lora_r=2, lora_target_modules=("in_proj", "q_proj"))
-    with pytest.raises(ConfigError, match="=q_proj: .*q_proj has its weight in common with ano"):
+    with pytest.raises(ConfigError, match="=q_proj: .*q_proj shares its weight with ano"):
         choose_trained(model, job)
 
 
@@ -423,7 +425,7 @@ def test_layers_that_are_not_there(words: list[str]) -> None:
     for names in ("quary", "value,quary"):  # peft is content if one of them is there
         with pytest.raises(
             ConfigError,
-            match="lora_target_modules=quary: .*Did you mean `query`.* Linear layers: .*dense, key, query, value",
+            match="lora_target_modules=quary: .*Did you mean `query`.* Allowed: .*dense, key, query, value",
         ):
             train.main([*words, *LORA, "--lora_target_modules", names])
     with pytest.raises(ConfigError, match="^lora_target_modules=self: .*not supported") as fault:
@@ -432,7 +434,7 @@ def test_layers_that_are_not_there(words: list[str]) -> None:
         )  # peft shows it, in seven lines
     assert "\n" not in str(fault.value)
     for names in ("query,classifier", "classifier"):
-        with pytest.raises(ConfigError, match="_modules=classifier: the head is trained whole. "):
+        with pytest.raises(ConfigError, match="_modules=classifier: the head is trained in full. "):
             train.main([*words, *LORA, "--lora_target_modules", names])
     with pytest.raises(ConfigError, match="freeze=encoder: given together with lora_r=4"):
         train.main([*words, *LORA, "--freeze", "encoder"])

@@ -99,7 +99,7 @@ def test_a_cache_of_another_user_is_not_run(
     compiled._refuse_cache_of_another()
     assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
     monkeypatch.setattr(compiled.os, "getuid", lambda: os.stat(tmp_path).st_uid + 1)
-    with pytest.raises(LaunchError, match="cache: is another user's, and what it holds would be"):
+    with pytest.raises(LaunchError, match="cache: belongs to another user, and its code would be"):
         compiled._refuse_cache_of_another()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # named by the user
     compiled._refuse_cache_of_another()
@@ -274,7 +274,9 @@ def test_ranks_that_do_not_meet(
     address = {"MASTER_ADDR": "HOST0", "MASTER_PORT": "29500", "RANK": "0", "WORLD_SIZE": "2"}
     for key, value in address.items():
         monkeypatch.setenv(key, value)
-    with pytest.raises(LaunchError, match="meet at HOST0:29500: .* 1/2 clients joined. Fix: start"):
+    with pytest.raises(
+        LaunchError, match="connect at HOST0:29500: .* 1/2 clients joined. Fix: start"
+    ):
         launch.make_accelerator()
     assert "waiting for the other ranks at HOST0:29500" in caplog.text
 
@@ -299,27 +301,30 @@ def test_tasks_of_srun_that_train_alone(
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     monkeypatch.setenv("SLURM_PROCID", "1")
     launch.make_training_accelerator(60)
-    assert "task 1 of the 2 of srun trains alone" in caplog.text
+    assert "srun's task 1 of 2 trains alone" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--gradient_accumulation_steps 4", "alone. Fix: leave it out; after -m, --gradient_acc"),
-        ("--zero_stage 3", "launch --zero_stage: is for DeepSpeed alone. Fix: leave it out$"),
-        ("--cpu --use_megatron_lm", "launch --use_megatron_lm: accel_ft does not train under it"),
-        ("--parallelism_config_tp_size 2", "is for ParallelismConfig alone"),
-        ("--downcast_bf16 --multi_gpu", "is for TPU alone"),
-        ("--cpu --fsdp_version 2", "--fsdp_version: is for FSDP alone. .*; or --use_fsdp"),
+        ("--gradient_accumulation_steps 4", "only. Fix: leave it out; after -m, --gradient_acc"),
+        ("--zero_stage 3", "launch --zero_stage: is for DeepSpeed only. Fix: leave it out$"),
+        ("--cpu --use_megatron_lm", "launch --use_megatron_lm: accel_ft does not support it"),
+        ("--parallelism_config_tp_size 2", "is for ParallelismConfig only"),
+        ("--downcast_bf16 --multi_gpu", "is for TPU only"),
+        ("--cpu --fsdp_version 2", "--fsdp_version: is for FSDP only. .*; or --use_fsdp"),
         ("--use_fsdp --fsdp_version 2", ""),
-        ("--fp8_backend te", "--fp8_backend: is for FP8 alone"),
+        ("--fp8_backend te", "--fp8_backend: is for FP8 only"),
         ("--fp8_backend te --mixed_precision fp8", ""),  # refused as fp8 is
-        ("--megatron_lm_tp_degree 2", "is for Megatron-LM alone"),
-        ("--aws_access_key_id x", "is for AWS alone"),
+        ("--megatron_lm_tp_degree 2", "is for Megatron-LM only"),
+        ("--aws_access_key_id x", "is for AWS only"),
         ("--use_deepspeed --cpu", "launch --use_deepspeed: accel_ft does not"),
         ("--tpu", "launch --tpu: accel_ft does not"),
         ("--num_machines 2 --num_processes 2", "num_machines: 2, num_processes: 2, .*: NO. Fix"),
-        ("--num_machines 2 --num_processes 3 --multi_gpu", "Fix: a multiple of the machines"),
+        (
+            "--num_machines 2 --num_processes 3 --multi_gpu",
+            "Fix: equally many processes per machine",
+        ),
         ("--num_machines 2 --num_processes 4 --multi_gpu", ""),
         ("WORLD_SIZE=4 --num_machines 2 --num_processes 4 --rdzv_backend c10d", ""),  # it sees GPUs
     ],
@@ -356,17 +361,20 @@ def test_a_truth_in_quotes(
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("fsdp_config: {fsdp_version: 2}", "fsdp_config is not heeded under .*MULTI_GPU. Fix"),
+        ("fsdp_config: {fsdp_version: 2}", "fsdp_config has no effect under .*MULTI_GPU. Fix"),
         ("mixed_precision: fp8\nfp8_config: {backend: TE}", ""),  # refused as fp8 is
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}", ""),
-        ("deepspeed_config: {zero_stage: 2}", "deepspeed_config is not heeded"),
-        ("downcast_bf16: true", "downcast_bf16: True is not heeded. Fix: leave it out$"),
-        ("rdzv_backend: c10d", "rdzv_backend: c10d is not heeded. .*; `accelerate launch --rdzv_b"),
-        ("tpu_name: mine\nenable_cpu_affinity: false", "tpu_name: mine is not heeded. .* out$"),
+        ("deepspeed_config: {zero_stage: 2}", "deepspeed_config has no effect"),
+        ("downcast_bf16: true", "downcast_bf16: True has no effect. Fix: leave it out$"),
+        (
+            "rdzv_backend: c10d",
+            "rdzv_backend: c10d has no effect. .*, or `accelerate launch --rdzv_b",
+        ),
+        ("tpu_name: mine\nenable_cpu_affinity: false", "tpu_name: mine has no effect. .* out$"),
         ("rdzv_backend: static\nmain_training_function: main\ntpu_env: []\ndebug: true", ""),
-        ("dynamo_config: INDUCTOR", "dynamo_config: INDUCTOR is no section"),
+        ("dynamo_config: INDUCTOR", "dynamo_config: INDUCTOR is no mapping"),
         ("parallelism_config: {parallelism_config_tp_size: 2}", ""),  # the ranks hear of it
-        ('distributed_type: "NO"\nparallelism_config: {tp_size: 2}', "_config is not heeded"),
+        ('distributed_type: "NO"\nparallelism_config: {tp_size: 2}', "_config has no effect"),
         ("distributed_type: MULTI_CPU\nfsdp_config: {fsdp_version: 2}", "under .*: MULTI_CPU"),
         ("distributed_type: MULTI_CPU\nmpirun_config: {mpirun_hostfile: hosts}", ""),
         ("dynamo_config: {dynamo_backnd: INDUCTOR}", "no dynamo_backnd. .*`dynamo_backend`"),
@@ -437,7 +445,9 @@ def test_ranks_are_compared_by_what_decides_the_curve(monkeypatch: pytest.Monkey
 def test_no_processes_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Request("mine.yaml", 0, None, "NO", "no")
     monkeypatch.setattr(launch, "read_request", lambda: asked)
-    with pytest.raises(LaunchError, match="mine.yaml asks for 0 processes, 1 run"):
+    with pytest.raises(
+        LaunchError, match="mine.yaml asks for 0 processes, but the process group has 1"
+    ):
         launch.make_accelerator()
 
 
@@ -492,7 +502,7 @@ def test_a_gpu_that_is_left_idle_is_no_silent_one(monkeypatch: pytest.MonkeyPatc
     assert accelerator.device.type == "cpu"
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(launch, "asked_for", lambda: (accelerator.asked, False))
-    with pytest.raises(LaunchError, match="an earlier Accelerator of this process was"):
+    with pytest.raises(LaunchError, match="an earlier Accelerator in this process did"):
         launch.make_training_accelerator(60)
     on_cpu = replace(accelerator.asked, use_cpu=True)
     monkeypatch.setattr(launch, "asked_for", lambda: (on_cpu, True))
@@ -521,7 +531,7 @@ def test_a_gpu_has_what_nobody_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     ("backend", "mode", "message"),
     [
         ("INDUCTOR", "max-autotun", "dynamo_mode: max-autotun. Allowed: default, reduce-overhead,"),
-        ("EAGER", "max-autotune", "dynamo_mode: max-autotune, which EAGER does not heed"),
+        ("EAGER", "max-autotune", "dynamo_mode: max-autotune, which EAGER ignores"),
         ("CUDAGRAPHS", "default", "CUDA graphs .* on the CPU"),
         ("INDUCTOR", "reduce-overhead", "CUDA graphs .* on the CPU"),
         ("INDUCTOR", "max-autotune", ""),
@@ -542,7 +552,7 @@ def test_compile_modes_without_effect(
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"ACCELERATE_DYNAMO_BACKEND": "ONNXRT"}, "dynamo_backend: ONNXRT: torch has none"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "ONNXRT"}, "dynamo_backend: ONNXRT: torch has no such backend"),
         ({"ACCELERATE_USE_FSDP": "true", "RANK": "0", "FSDP_VERSION": "2",
           "FSDP_CPU_RAM_EFFICIENT_LOADING": "false", "FSDP_STATE_DICT_TYPE": "SHARDED"},
          "accelerate cannot start: there is no 'SHARDED'"),
@@ -584,7 +594,9 @@ def test_the_command_line_may_forbid_to_compile(
 
 def test_fsdp_in_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(LaunchError, match="MULTI_GPU, and ACCELERATE_USE_FSDP in the environment"):
+    with pytest.raises(
+        LaunchError, match="MULTI_GPU, but the environment sets ACCELERATE_USE_FSDP"
+    ):
         refuse_impossible(Request("ddp.yaml", 2, True, "MULTI_GPU", "no"), on_cpu=True)
 
 
@@ -596,7 +608,7 @@ def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_impossible(request, on_cpu=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(
-        LaunchError, match="2 processes on this machine, of which this one sees 1 devices"
+        LaunchError, match="2 processes on this machine, but this one sees only 1 devices"
     ):
         refuse_impossible(request, on_cpu=False)
 
@@ -604,18 +616,18 @@ def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("FSDP_SHARDING_STRATEGY", "SHARD_GRAD_OP", "which FSDP2 does not heed. Fix: leave it out"),
+        ("FSDP_SHARDING_STRATEGY", "SHARD_GRAD_OP", "which FSDP2 ignores. Fix: leave it out"),
         ("FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP", "Fix: TRANSFORMER_BASED_WRAP"),
-        ("FSDP_OFFLOAD_PARAMS", "true", "fsdp_offload_params, but the CPU is"),
-        ("FSDP_ACTIVATION_CHECKPOINTING", "true", "Fix: leave it out; --gradient_checkpointing"),
+        ("FSDP_OFFLOAD_PARAMS", "true", "fsdp_offload_params on the CPU, where"),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "true", "Fix: leave it out; gradient_checkpointing"),
         ("FSDP_FORWARD_PREFETCH", "true", "fsdp_forward_prefetch or"),
-        ("FSDP_BACKWARD_PREFETCH", "BACKWARD_POST", "fsdp_backward_prefetch, which FSDP2 does not"),
-        ("FSDP_BACKWARD_PREFETCH", "NO_PREFETCH", "fsdp_backward_prefetch, which FSDP2 does not"),
-        ("FSDP_BACKWARD_PREFETCH", "2", "fsdp_backward_prefetch, which FSDP2 does not"),
-        ("FSDP_BACKWARD_PREFETCH", "3", "fsdp_backward_prefetch, which FSDP2 does not"),
+        ("FSDP_BACKWARD_PREFETCH", "BACKWARD_POST", "fsdp_backward_prefetch, which FSDP2 ignores"),
+        ("FSDP_BACKWARD_PREFETCH", "NO_PREFETCH", "fsdp_backward_prefetch, which FSDP2 ignores"),
+        ("FSDP_BACKWARD_PREFETCH", "2", "fsdp_backward_prefetch, which FSDP2 ignores"),
+        ("FSDP_BACKWARD_PREFETCH", "3", "fsdp_backward_prefetch, which FSDP2 ignores"),
         ("FSDP_VERSION", "3", "fsdp_version: 3. Allowed: 2, or 1"),
         ("FSDP_TRANSFORMER_CLS_TO_WRAP", "BertLayer", "Fix: fsdp_auto_wrap_policy: TRANSFORMER_B"),
-        ("ACCELERATE_USE_FSDP", "false", "FSDP, which the launcher did not pass on, as it does un"),
+        ("ACCELERATE_USE_FSDP", "false", "FSDP, which the launcher did not pass on, as with --cpu"),
         ("ACCELERATE_USE_DEEPSPEED", "1", "fsdp2.yaml asks for DeepSpeed or Megatron"),
         ("ACCELERATE_USE_MEGATRON_LM", "true", "fsdp2.yaml asks for DeepSpeed or Megatron"),
         ("ACCELERATE_DYNAMO_MODE", "max-autotune", "without a dynamo_backend: nothing is compiled"),
@@ -623,7 +635,7 @@ def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         ("ACCELERATE_DYNAMO_USE_FULLGRAPH", "1", "without a dynamo_backend: nothing is compiled"),
         ("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "1", "without a dynamo_backend: nothing is"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "1", "asks for a parallelism_config"),
-        ("ACCELERATE_USE_FSDP", "1", "takes the word true alone. Fix: ACCELERATE_USE_FSDP=true"),
+        ("ACCELERATE_USE_FSDP", "1", "accelerate accepts only true. Fix: ACCELERATE_USE_FSDP=true"),
     ],
 )
 def test_what_would_be_passed_over_is_refused(
@@ -661,11 +673,11 @@ def test_what_would_be_passed_over_is_refused(
         (
             "FSDP_RESHARD_AFTER_FORWARD",
             "HYBRID_SHARD",
-            "which FSDP1 does not heed. Fix: leave it out",
+            "which FSDP1 ignores. Fix: leave it out",
         ),
-        ("FSDP_CPU_RAM_EFFICIENT_LOADING", "true", "rank 0 alone has an initialized head"),
+        ("FSDP_CPU_RAM_EFFICIENT_LOADING", "true", "only rank 0 has an initialized head"),
         ("FSDP_USE_ORIG_PARAMS", "false", "Fix: fsdp_use_orig_params: true"),
-        ("FSDP_ACTIVATION_CHECKPOINTING", "true", "Fix: leave it out; --gradient_checkpointing"),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "true", "Fix: leave it out; gradient_checkpointing"),
     ],
 )
 def test_what_fsdp1_would_pass_over_is_refused(
@@ -702,7 +714,7 @@ def test_cuda_graphs_are_refused_where_gradients_add_up(monkeypatch: pytest.Monk
     compiled.refuse_cuda_graphs(on_gpu)
     monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "reduce-overhead")
     compiled.refuse_cuda_graphs(torch.device("cpu"))
-    with pytest.raises(LaunchError, match="Fix: inductor in dynamo_mode default"):
+    with pytest.raises(LaunchError, match="Fix: dynamo_backend: INDUCTOR in dynamo_mode: default"):
         compiled.refuse_cuda_graphs(on_gpu)
 
 
