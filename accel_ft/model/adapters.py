@@ -199,8 +199,8 @@ def merged(
         found = load.provenance(name) if pretrained else {}
     except ConfigError as error:
         raise ConfigError(
-            f"base_model_name_or_path={name}: the adapters' pretrained model cannot be loaded. Fix: "
-            "start from the folder of the training command, or restore the model "
+            f"base_model_name_or_path={name}: the adapters' pretrained model cannot be loaded. "
+            "Fix: start from the folder of the training command, or restore the model "
             f"({first_line(error)})"
         ) from error
     for part, known in pretrained.items() if found else ():
