@@ -1,4 +1,4 @@
-"""What accelerate would do on a GPU and must not; no GPU is needed to see it."""
+"""Settings that accelerate would ignore or silently change, above all on a GPU; the tests need no GPU."""
 
 import contextlib
 import os
@@ -40,13 +40,13 @@ from accel_ft.train import main
 
 @pytest.fixture(autouse=True)
 def no_strategy_left() -> Iterator[None]:
-    """What was asked for here, such as compile, is not what later tests of the process ask for."""
+    """Reset accelerate's state: what a test requests here, such as compile, must not affect later tests."""
     yield
     AcceleratorState._reset_state()
 
 
 def test_ranks_on_the_cpu_see_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP2's mesh and accelerate's barrier would take it all the same."""
+    """FSDP2's mesh and accelerate's barrier would use the GPU even under use_cpu."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     launch.make_accelerator()
@@ -65,7 +65,7 @@ def test_float32_stays_float32_when_it_is_compiled(monkeypatch: pytest.MonkeyPat
 
 
 def test_compile_does_not_go_on_in_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it has compiled a function too often, dynamo would leave it as it is, with a warning."""
+    """Past its recompile limit, dynamo would only warn and run the function uncompiled; it must fail."""
     monkeypatch.setattr(compiled, "COMPILATIONS", 2)
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
     with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
@@ -78,7 +78,7 @@ def test_compile_does_not_go_on_in_eager_mode(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_dynamic_width_is_not_bounded_by_its_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a Hopper GPU one kernel of BERT's last layer then took ptxas 90 s, its gradient's 125 s."""
+    """With shape_padding, ptxas took 90 s for one kernel of BERT's last layer on a Hopper GPU, 125 s for its gradient."""
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     restored = torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False)
     with restored, torch._inductor.config.patch(shape_padding=True):
@@ -122,7 +122,7 @@ working.result(timeout=30)
 
 
 def test_a_compilation_outlives_a_signal_to_all_processes() -> None:
-    """A scheduler's; it would wait for ever for a worker that died."""
+    """A scheduler signals all processes of a job; inductor would wait for ever for a killed worker."""
     env = {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
     run("python", "-c", COMPILE_WORKERS, env=env, start_new_session=True)
 
@@ -130,7 +130,7 @@ def test_a_compilation_outlives_a_signal_to_all_processes() -> None:
 def test_the_launchers_own_file_does_not_count_under_cpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """`accelerate launch --cpu` passes default_config.yaml over."""
+    """`accelerate launch --cpu` ignores default_config.yaml: its settings do not count as requested."""
     default = tmp_path / "default_config.yaml"
     default.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\n"
                        "num_processes: 2\nmixed_precision: bf16\nuse_cpu: true\n")  # fmt: skip
@@ -178,7 +178,7 @@ def test_the_launcher_is_known_however_it_is_started(start: str) -> None:
 def test_a_launcher_that_ended_before_its_rank_had_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The libraries take seconds to load, in which it may be killed: its rank is not to train on."""
+    """The launcher may be killed in the seconds that the libraries take to load; its rank must not train on."""
     from accel_ft import errors
     from accel_ft.runtime.watch import Watch
 
@@ -194,8 +194,8 @@ def test_a_launcher_that_ended_before_its_rank_had_started(
         deadline = time.monotonic() + 10
         while not watch.stop_signal and time.monotonic() < deadline:
             time.sleep(0.05)
-    assert (watch.stop_signal, left) == (signal.SIGTERM, [])  # it saves first
-    monkeypatch.setattr(errors, "parent", (gone[0], ["-bash"]))  # a shell may go
+    assert (watch.stop_signal, left) == (signal.SIGTERM, [])  # it saves a checkpoint first
+    monkeypatch.setattr(errors, "parent", (gone[0], ["-bash"]))  # a shell may end first
     assert own_launcher() is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     assert own_launcher() is None
@@ -204,7 +204,7 @@ def test_a_launcher_that_ended_before_its_rank_had_started(
 
 
 def test_a_forked_process_has_another_parent() -> None:
-    """As `notebook_launcher` forks its ranks."""
+    """`notebook_launcher` forks its ranks: after a fork, `errors.parent` is the process that forked."""
     from accel_ft import errors
 
     reader, writer = os.pipe()
@@ -241,11 +241,11 @@ def test_a_process_has_one_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_that_waits_for_others_ends_with_its_launcher() -> None:
-    """It would wait on where nothing is left that could start them."""
+    """Without the launcher no other rank can start: the rank must not wait for them for ever."""
     reading, writing = os.pipe()
     launcher = os.fork()
     if launcher == 0:
-        pid = os.getpid()  # it may be gone when the rank asks
+        pid = os.getpid()  # noted now: it may have ended when the rank asks
         if os.fork() == 0:
             from accel_ft import errors
 
@@ -284,7 +284,7 @@ def test_ranks_that_do_not_meet(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(launch, "Accelerator", lack_memory)
-    with pytest.raises(torch.OutOfMemoryError):  # which has nothing to do with the others
+    with pytest.raises(torch.OutOfMemoryError):  # not a failure to connect
         launch.make_accelerator()
     monkeypatch.setenv("WORLD_SIZE", "two")
     with pytest.raises(LaunchError, match="the environment: .* invalid literal .*'two'"):
@@ -315,7 +315,7 @@ def test_tasks_of_srun_that_train_alone(
         ("--cpu --fsdp_version 2", "--fsdp_version: is for FSDP only. .*; or --use_fsdp"),
         ("--use_fsdp --fsdp_version 2", ""),
         ("--fp8_backend te", "--fp8_backend: is for FP8 only"),
-        ("--fp8_backend te --mixed_precision fp8", ""),  # refused as fp8 is
+        ("--fp8_backend te --mixed_precision fp8", ""),  # refused later, because of fp8
         ("--megatron_lm_tp_degree 2", "is for Megatron-LM only"),
         ("--aws_access_key_id x", "is for AWS only"),
         ("--use_deepspeed --cpu", "launch --use_deepspeed: accel_ft does not"),
@@ -326,13 +326,13 @@ def test_tasks_of_srun_that_train_alone(
             "Fix: equally many processes per machine",
         ),
         ("--num_machines 2 --num_processes 4 --multi_gpu", ""),
-        ("WORLD_SIZE=4 --num_machines 2 --num_processes 4 --rdzv_backend c10d", ""),  # it sees GPUs
+        ("WORLD_SIZE=4 --num_machines 2 --num_processes 4 --rdzv_backend c10d", ""),  # found GPUs
     ],
 )
 def test_options_of_another_strategy(
     words: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """accelerate takes them, and does nothing with them."""
+    """accelerate accepts options of a strategy that is not in use, and ignores them: they are refused."""
     monkeypatch.setattr("accel_ft.runtime.request.default_config_file", str(tmp_path / "none"))
     if words.startswith("WORLD_SIZE"):
         monkeypatch.setenv("WORLD_SIZE", "4")
@@ -362,7 +362,7 @@ def test_a_truth_in_quotes(
     ("lines", "message"),
     [
         ("fsdp_config: {fsdp_version: 2}", "fsdp_config has no effect under .*MULTI_GPU. Fix"),
-        ("mixed_precision: fp8\nfp8_config: {backend: TE}", ""),  # refused as fp8 is
+        ("mixed_precision: fp8\nfp8_config: {backend: TE}", ""),  # refused later, because of fp8
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}", ""),
         ("deepspeed_config: {zero_stage: 2}", "deepspeed_config has no effect"),
         ("downcast_bf16: true", "downcast_bf16: True has no effect. Fix: leave it out$"),
@@ -373,7 +373,7 @@ def test_a_truth_in_quotes(
         ("tpu_name: mine\nenable_cpu_affinity: false", "tpu_name: mine has no effect. .* out$"),
         ("rdzv_backend: static\nmain_training_function: main\ntpu_env: []\ndebug: true", ""),
         ("dynamo_config: INDUCTOR", "dynamo_config: INDUCTOR is no mapping"),
-        ("parallelism_config: {parallelism_config_tp_size: 2}", ""),  # the ranks hear of it
+        ("parallelism_config: {parallelism_config_tp_size: 2}", ""),  # the ranks refuse it
         ('distributed_type: "NO"\nparallelism_config: {tp_size: 2}', "_config has no effect"),
         ("distributed_type: MULTI_CPU\nfsdp_config: {fsdp_version: 2}", "under .*: MULTI_CPU"),
         ("distributed_type: MULTI_CPU\nmpirun_config: {mpirun_hostfile: hosts}", ""),
@@ -389,7 +389,7 @@ def test_a_truth_in_quotes(
 def test_sections_of_the_yaml_that_nobody_heeds(
     lines: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """accelerate refuses keys at the top that it does not know, but none in a section."""
+    """accelerate refuses unknown keys at the top level, but ignores them in a section, and ignores whole sections."""
     file = tmp_path / "mine.yaml"
     plain = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 2\n"
     file.write_text(plain + lines + "\n")
@@ -403,7 +403,7 @@ def test_sections_of_the_yaml_that_nobody_heeds(
         monkeypatch.setattr("accel_ft.runtime.request.find_launcher", lambda: (said, "/"))
         read_request()
         monkeypatch.setattr("accel_ft.runtime.request.find_launcher", lambda: (words, "/"))
-    if "fsdp_version" in lines:  # by the command it is heeded
+    if "fsdp_version" in lines:  # it is read if the command line asks for FSDP
         monkeypatch.setattr(
             "accel_ft.runtime.request.find_launcher", lambda: (["--use_fsdp", *words], "/")
         )
@@ -414,7 +414,7 @@ def test_sections_of_the_yaml_that_nobody_heeds(
 
 
 def test_ranks_are_compared_by_what_decides_the_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files may lie elsewhere, and trackers are rank 0's."""
+    """Paths may differ between machines, and only rank 0 uses trackers: neither is compared."""
     monkeypatch.setattr(agreement, "about_strategy", lambda _: {"mixed_precision": "bf16"})
     monkeypatch.setattr(agreement, "version", lambda name: "2")
     seen: list[Any] = []
@@ -454,7 +454,7 @@ def test_no_processes_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_launchers_file_is_named_from_where_it_was_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A program may change its folder between two calls."""
+    """A relative path starts in the launcher's folder; the program may have changed its own folder."""
     (tmp_path / "mine.yaml").write_text((ROOT / "accelerate_configs/cpu_ddp.yaml").read_text())
     words = ["--config_file", "mine.yaml", "-m", "accel_ft.train"]
     monkeypatch.setattr("accel_ft.runtime.request.find_launcher", lambda: (words, str(tmp_path)))
@@ -463,7 +463,7 @@ def test_the_launchers_file_is_named_from_where_it_was_started(
 
 
 def test_the_environment_is_read_as_accelerate_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it would be FSDP that was asked for, and DDP on the CPU that ran."""
+    """Otherwise the request might be read as FSDP while accelerate runs DDP on the CPU."""
     monkeypatch.setattr("accel_ft.runtime.request.find_launcher", lambda: None)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "True")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "on")
@@ -472,7 +472,7 @@ def test_the_environment_is_read_as_accelerate_reads_it(monkeypatch: pytest.Monk
 
 
 def test_what_was_asked_for_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher's YAML may be edited for the next job while this one's rows are tokenised."""
+    """The launcher's YAML may be edited for the next job while this job tokenises its rows."""
     accelerator = launch.make_accelerator()
     monkeypatch.setattr(launch, "read_request", lambda: pytest.fail("read again"))
     launch.check_granted(accelerator, nn.Linear(1, 1))
@@ -481,7 +481,7 @@ def test_what_was_asked_for_is_read_once(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_second_model_under_fsdp_has_a_plugin_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """accelerate keeps the first one's in a singleton, with the layers that were worked out."""
+    """accelerate keeps the first model's plugin in a singleton, with the layer classes derived from that model."""
     monkeypatch.setattr(launch, "read_request", lambda: Request("x", 1, None, "FSDP", "no"))
     monkeypatch.setattr(launch, "refuse_impossible", lambda *_: None)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
@@ -497,7 +497,7 @@ def test_a_second_model_under_fsdp_has_a_plugin_of_its_own(
 
 
 def test_a_gpu_that_is_left_idle_is_no_silent_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """accelerate keeps the device of a process's first Accelerator."""
+    """accelerate keeps the device of a process's first Accelerator: if that was the CPU, the GPU would stay idle."""
     accelerator = launch.make_training_accelerator(60)
     assert accelerator.device.type == "cpu"
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
@@ -520,7 +520,7 @@ def test_a_container_has_less_than_its_machine(tmp_path: Path) -> None:
 
 
 def test_a_gpu_has_what_nobody_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor this process, whose allocator has kept 30 bytes and uses 20 of them."""
+    """What is free on the GPU, and what this process's allocator has reserved (30 bytes) but does not use (20)."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100, 200))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 30)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 20)
@@ -601,7 +601,7 @@ def test_fsdp_in_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """accelerate would put two on one device, and NCCL speak of duplicates."""
+    """accelerate would put two ranks on one device, and NCCL would report duplicate GPUs."""
     request = replace(read_request(), use_cpu=False)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
@@ -641,7 +641,7 @@ def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_would_be_passed_over_is_refused(
     key: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Accelerate hands it to the ranks in the environment, and FSDP2 takes no notice, or fails deep inside."""
+    """accelerate passes these settings to the ranks as variables; FSDP2 ignores them, or fails deep inside."""
     request = Request("fsdp2.yaml", 2, True, "FSDP", "no")
     sound = {
         "FSDP_VERSION": "2",
@@ -655,7 +655,7 @@ def test_what_would_be_passed_over_is_refused(
     monkeypatch.setenv(key, value)
     with pytest.raises(LaunchError, match=message):
         refuse_impossible(request, on_cpu=True)
-    if "DYNAMO" in key:  # not where the command line says no to the YAML
+    if "DYNAMO" in key:  # allowed if the command line disables compilation
         refuse_impossible(replace(request, is_eager=True), on_cpu=True)
     if "CLS_TO_WRAP" in key:
         for policy, is_well in (("TRANSFORMER_BASED_WRAP", True), ("NO_WRAP", False)):
@@ -683,12 +683,12 @@ def test_what_would_be_passed_over_is_refused(
 def test_what_fsdp1_would_pass_over_is_refused(
     key: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last three of accelerate's own defaults or questions; each fails on some rank only."""
+    """The last three are accelerate's defaults, or answers to the questions of `accelerate config`."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     request = Request("fsdp1.yaml", 2, False, "FSDP", "bf16")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setenv("FSDP_USE_ORIG_PARAMS", "true")
-    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "true")  # as the launcher has it by itself
+    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "true")  # the launcher's default
     refuse_impossible(request, on_cpu=False)
     monkeypatch.setenv(key, value)
     with pytest.raises(LaunchError, match=message):
@@ -696,7 +696,7 @@ def test_what_fsdp1_would_pass_over_is_refused(
 
 
 def test_fsdp1_asked_for_one_sharding_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By accelerate's questions, and by the key that it heeds."""
+    """`accelerate config` writes the first key, which FSDP1 ignores; the second, which it reads, says the same."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     request = Request("fsdp1.yaml", 2, False, "FSDP", "bf16")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
@@ -707,7 +707,7 @@ def test_fsdp1_asked_for_one_sharding_twice(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_cuda_graphs_are_refused_where_gradients_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which would lie in memory that the next micro-batch takes."""
+    """Gradients would lie in the graphs' memory, which the next micro-batch overwrites."""
     on_gpu = torch.device("cuda")
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")
@@ -719,7 +719,7 @@ def test_cuda_graphs_are_refused_where_gradients_add_up(monkeypatch: pytest.Monk
 
 
 def test_what_is_compiled_may_be_part_of_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not what records graphs itself, nor what another compiler made."""
+    """If inductor compiles it, in a mode that does not record CUDA graphs itself."""
     assert compiled.can_record_compiled()
     for backend, mode, can in (
         ("INDUCTOR", "default", True),
@@ -773,7 +773,7 @@ def test_batches_of_few_widths_where_each_is_compiled(
 
 
 def test_float32_is_float32_in_convolutions_too() -> None:
-    torch.backends.cudnn.allow_tf32 = True  # as torch has it
+    torch.backends.cudnn.allow_tf32 = True  # torch's default
     launch.make_accelerator()
     assert not torch.backends.cudnn.allow_tf32
 
@@ -781,7 +781,7 @@ def test_float32_is_float32_in_convolutions_too() -> None:
 def test_a_loss_scale_does_not_go_with_offloaded_parameters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is on its way to the host when the host reads it."""
+    """The host would read the loss scale before its copy from the GPU has finished."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     request = Request("fsdp2_offload.yaml", 2, False, "FSDP", "bf16")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
@@ -793,7 +793,7 @@ def test_a_loss_scale_does_not_go_with_offloaded_parameters(
 
 
 def test_gloo_groups_have_one_worker(tmp_path: Path) -> None:
-    """Two would write to one std::string: with a sparse sum among the operations the heap is corrupt in seconds."""
+    """Two workers would race for one std::string; with sparse sums, the heap is corrupt within seconds."""
     launch.make_accelerator()
     start = f"file://{tmp_path}/x"
     dist.init_process_group(
@@ -809,7 +809,7 @@ def test_gloo_groups_have_one_worker(tmp_path: Path) -> None:
 
 
 def test_the_interfaces_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch reads them: one device each."""
+    """GLOO_SOCKET_IFNAME is parsed as torch parses it: one device per interface."""
     for names, number in ("", 1), ("lo", 1), ("lo,lo", 2):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
         assert len(gloo._devices(dist.ProcessGroupGloo)) == number
@@ -819,7 +819,7 @@ def test_the_interfaces_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_probe_of_padding_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is there for a warning: it does not take minutes, and fails nothing."""
+    """It only decides about a warning: it must not take minutes, and its failure must not stop the run."""
     seen: list[Any] = []
 
     def forward(_: object, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -839,7 +839,7 @@ def test_a_probe_of_padding_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_logits_that_the_next_batch_overwrites(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As CUDA graphs do (dynamo_mode: reduce-overhead)."""
+    """CUDA graphs (dynamo_mode: reduce-overhead) write the logits of each batch to the same memory."""
     buffer = torch.zeros(2, 3)
     monkeypatch.setattr(
         evaluation, "forward", lambda _, batch: buffer.copy_(batch["places"][:, None])
@@ -854,7 +854,7 @@ def test_logits_that_the_next_batch_overwrites(monkeypatch: pytest.MonkeyPatch) 
         dataset = SimpleNamespace(split=range(6))
 
         def end(self) -> None:
-            """As accelerate's has."""
+            """accelerate's loaders have this method."""
 
     loader = Loader({"places": torch.tensor([start, start + 1])} for start in (0, 2, 4))
     logits = evaluation.predict_split(accelerator, nn.Identity(), loader)
@@ -865,7 +865,7 @@ def test_logits_that_the_next_batch_overwrites(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_masked_attention_is_not_left_to_cudnn() -> None:
-    """Its gradients are NaN for some widths."""
+    """With a mask, the gradients of cuDNN's attention are NaN for some widths."""
     torch.backends.cuda.enable_cudnn_sdp(True)
     launch.make_accelerator()
     assert not torch.backends.cuda.cudnn_sdp_enabled()
@@ -875,7 +875,7 @@ def test_masked_attention_is_not_left_to_cudnn() -> None:
 
 @pytest.mark.filterwarnings("ignore:FSDP is switching", "ignore::FutureWarning")
 def test_a_new_fsdp1_has_moments_to_load_into(tmp_path: Path) -> None:
-    """What it has none for yet it leaves out of what it loads, without a word."""
+    """Loading optimizer state, FSDP1 silently skips parameters that have no moments yet: they are allocated first."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/x", rank=0, world_size=1)
     try:
         model = FullyShardedDataParallel(
@@ -896,7 +896,7 @@ def test_a_new_fsdp1_has_moments_to_load_into(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.MULTI_GPU])
 def test_who_leaves_an_overflowed_step_out(kind: DistributedType) -> None:
-    """Under FSDP the scaler, which makes no step then; elsewhere the fused kernel, which is told."""
+    """Under FSDP the scaler, which does not step then; elsewhere the fused kernel, which gets the overflow flag."""
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
     told: list[bool] = []

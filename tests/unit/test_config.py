@@ -69,13 +69,13 @@ def test_values_of_yaml_that_are_none(tmp_path: Path) -> None:
 
 
 def test_off_is_not_false(tmp_path: Path) -> None:
-    """YAML reads `off` as false."""
+    """YAML reads an unquoted `off` as false, but preflight has the value off."""
     assert train_config("--config", write(tmp_path, "preflight: off\n")).preflight == "off"
     assert "preflight" in fault("--config", write(tmp_path, "preflight: on\n"))
 
 
 def test_seeds_leave_room_for_ranks_and_updates() -> None:
-    """numpy's end at 2^32, and the rank or the update is added to them."""
+    """numpy's seeds end at 2^32, and the rank or the update number is added to them."""
     assert train_config("--seed", str(2**31 - 1)).seed == 2**31 - 1
     assert "seed=2147483648" in fault("--seed", str(2**31))
     assert "max_steps=1000000000000: must be less than" in fault("--max_steps", "1000000000000")
@@ -89,7 +89,7 @@ def test_keys_of_the_trainer_are_known_by_its_source() -> None:
     names = [field.name for field in dataclasses.fields(TrainingArguments)]
     assert [name for name in names if not _is_the_trainers(name)] == []
     assert not _is_the_trainers("lerning_rate")
-    assert "output" in meant("output_dir", PredictConfig.model_fields)  # is one of `train`
+    assert "output" in meant("output_dir", PredictConfig.model_fields)  # a key of `train`
     assert meant("model_name_or_path", PredictConfig.model_fields) == " Fix: --checkpoint"
     assert "checkpoint" not in meant("model_name_or_path", SearchConfig.model_fields)
 
@@ -104,7 +104,7 @@ def test_keys_of_the_trainer_that_are_said_otherwise_here(tmp_path: Path) -> Non
     assert "--bf16: unknown key. Fix: --mixed_precision bf16 before -m" in fault("--bf16", "true")
     assert "--adam_beta1: unknown key. It is always 0.9" in fault("--adam_beta1", "0.9")
     assert "--num_labels: unknown key. Fix: leave it out" in fault("--num_labels", "4")
-    # Of the rest none is guessed by its spelling: `gradient_accumulation_steps` is another thing.
+    # No other key is matched by spelling: `gradient_accumulation_steps` would mean something else.
     other = "--eval_accumulation_steps: unknown key. TrainingArguments has it, accel_ft does not"
     assert other in fault("--eval_accumulation_steps", "4")
     assert "Fix: train_sampling_strategy; group_by_length" in fault("--group_by_length", "true")
@@ -179,7 +179,7 @@ def test_rules_between_keys(tmp_path: Path) -> None:
             "--dataset_name", "x", *words
         )
     words = ["--checkpoint", "m", "--dataset_name", "x", "--test_split_name", "train"]
-    parse(EvaluateConfig, words, "evaluate")  # which trains on nothing
+    parse(EvaluateConfig, words, "evaluate")  # it does not train
     (tmp_path / "link.csv").symlink_to("gone.csv")
     told = "link.csv: is a link to gone.csv, which is not there"
     assert told in fault("--train_file", str(tmp_path / "link.csv"))
@@ -190,8 +190,8 @@ def test_rules_between_keys(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.csv")
     assert "it is no regular file" in fault("--train_file", str(tmp_path / "pipe.csv"))
     assert "Did you mean `rows.csv`?" in fault("--train_file", str(tmp_path / "row.csv"))
-    assert "it is a folder. Allowed" not in fault("--train_file", str(tmp_path))  # itself
-    gone = fault("--resume_from_checkpoint", "true")  # as the Trainer's resume_from_checkpoint
+    assert "it is a folder. Allowed" not in fault("--train_file", str(tmp_path))
+    gone = fault("--resume_from_checkpoint", "true")  # the Trainer accepts `true`
     assert gone == "resume_from_checkpoint=true: there is no such folder. Allowed: latest|FOLDER"
     (tmp_path / "step_00000010").mkdir()
     gone = fault("--resume_from_checkpoint", str(tmp_path / "step_00000001"))
@@ -199,7 +199,7 @@ def test_rules_between_keys(tmp_path: Path) -> None:
 
 
 def test_paths_from_python_have_a_home_too() -> None:
-    """Else a folder named `~` is made, which nobody removes without fear."""
+    """Otherwise a folder named `~` would be made, which is dangerous to remove."""
     assert TrainConfig(output_dir=Path("~/a b")).output_dir == Path.home() / "a b"
 
 
@@ -226,7 +226,7 @@ def test_a_list_is_written_with_commas_or_blanks() -> None:
     assert spaced.lora_target_modules == ("query", "value")
     assert spaced.report_to == ("html", "wandb")
     assert train_config("--class_weights", "1,", "2.5", ",").class_weights == (1.0, 2.5)
-    assert "class_weights=" in fault("--class_weights", "1,,2")  # a weight that is forgotten
+    assert "class_weights=" in fault("--class_weights", "1,,2")  # a missing weight
     for words in (["query", ",", "value"], ["query,", ",value"], ["query,,value,"]):
         assert train_config("--lora_target_modules", *words).lora_target_modules == (
             "query",
@@ -241,7 +241,7 @@ def test_paths_of_the_home_folder_and_of_nowhere(
     assert train_config("--output_dir=~/run").output_dir == tmp_path / "run"
     with pytest.raises(ConfigError, match="output_dir=.* is not UTF-8: no checkpoint could"):
         train_config(f"--output_dir={os.fsdecode(b'latin' + bytes([0xE9]))}")
-    for key in ("output_dir", "dataset_name", "model_name_or_path"):  # an unset variable
+    for key in ("output_dir", "dataset_name", "model_name_or_path"):  # from an unset shell variable
         assert f"{key}=: Value error, is empty" in fault(f"--{key}", "")
         assert "is too long a name" in fault(f"--{key}", "n" * 300)
     config = parse(PredictConfig, ["--checkpoint", "~/x", "--text", "~/x"], "predict")
@@ -266,7 +266,8 @@ def test_help_has_a_line_for_every_key(capsys: pytest.CaptureFixture[str]) -> No
             assert field.description, key
             if field.default in (False, 0):
                 assert re.search(rf"--{key} .*?\(default:\s+{field.default}\)", shown, re.DOTALL)
-        assert not re.search(r"default:\s+(\(|None)", shown)  # as the command line writes them
+        # Lists and None must look as they do on a command line.
+        assert not re.search(r"default:\s+(\(|None)", shown)
 
 
 def test_print_config_feeds_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -281,6 +282,7 @@ def test_print_config_feeds_back(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_union_is_told_what_is_wrong_with_what_was_meant() -> None:
+    """class_weights is `balanced` or numbers: if numbers are given, the message is about numbers."""
     message = fault("--class_weights", "1,0,1")
     assert "greater than 0" in message
     assert "balanced" not in message.partition("Allowed")[0]
@@ -305,7 +307,7 @@ def test_rows_are_not_replaced_and_pairs_not_ignored(
 
 
 def test_home_folders_of_nobody(tmp_path: Path) -> None:
-    """No user of that name is no traceback."""
+    """`~user` of an unknown user is an error message, not a traceback."""
     with pytest.raises(ConfigError, match="there is no such file"):
         train_config("--config", "~nobody-of-that-name/job.yaml")
     assert run_settings({"checkpoint": "~nobody-of-that-name/run"}) == {}
@@ -332,7 +334,7 @@ def test_the_folder_of_a_reproduction_is_not_from_the_run(tmp_path: Path) -> Non
 
 
 def test_a_run_is_told_by_two_files(tmp_path: Path) -> None:
-    """Somebody's receipt.json in the home folder makes none."""
+    """A receipt.json that happens to lie in the folder does not make it a run."""
     (tmp_path / "receipt.json").write_text("{}")
     (tmp_path / "models/bert").mkdir(parents=True)
     assert run_settings({"checkpoint": str(tmp_path / "models/bert")}) == {}
@@ -344,7 +346,7 @@ def test_more_epochs_than_can_be_counted() -> None:
 
 
 def test_no_arguments_is_the_ag_news_job() -> None:
-    """examples/ag_news.yaml says in full what no key at all means."""
+    """examples/ag_news.yaml spells out the job that runs if no key is set."""
     from accel_ft.config import DEFAULT_DATASET
     from accel_ft.engine.build import DEFAULT_GLOBAL_BATCH_SIZE
 
@@ -354,7 +356,7 @@ def test_no_arguments_is_the_ag_news_job() -> None:
 
 
 def test_a_run_does_not_say_where_commands_write(tmp_path: Path) -> None:
-    """It may be somebody else's."""
+    """The run may be another person's: its config.yaml must not name files to write."""
     run = tmp_path / "run"
     (run / "model").mkdir(parents=True)
     (run / "receipt.json").touch()
@@ -365,7 +367,7 @@ def test_a_run_does_not_say_where_commands_write(tmp_path: Path) -> None:
 
 
 def test_a_yaml_that_grows_in_the_reading(tmp_path: Path) -> None:
-    """Ten lists of ten lists of ten ...: a message with all of it would fill the memory."""
+    """Nested aliases (ten lists of ten lists of ...): a message that printed the value would fill the memory."""
     lines = [
         "a0: &a0 x",
         *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 30)),
@@ -395,7 +397,8 @@ def test_evaluate_takes_the_rest_from_the_run(tmp_path: Path) -> None:
         parse(EvaluateConfig, ["--checkpoint", str(run), *words], "evaluate", run_settings)
         for words in ([], ["--validation_file", str(rows)])
     ]
-    assert [config.max_eval_samples for config in found] == [7, None]  # of its own rows alone
+    # The run's max_eval_samples applies only to the run's own rows.
+    assert [config.max_eval_samples for config in found] == [7, None]
     (run / "config.yaml").write_text(f"text_column: body\ntest_file: {rows}\n")
     rows.rename(tmp_path / "moved.csv")
     words = ["--checkpoint", str(run), "--validation_file", str(tmp_path / "moved.csv")]
@@ -406,7 +409,7 @@ def test_evaluate_takes_the_rest_from_the_run(tmp_path: Path) -> None:
 def test_a_config_beside_a_hub_id_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor where this is the folder of a run."""
+    """A Hub id belongs to no run, even if the working directory is a run's folder."""
     (tmp_path / "config.yaml").write_text("seed: 1\n")
     monkeypatch.chdir(tmp_path)
     assert run_settings({"checkpoint": "some/model"}) == {}
@@ -506,7 +509,7 @@ def test_keys_that_contradict_each_other(words: list[str], told: str) -> None:
 def test_what_is_no_path_is_told_in_a_line() -> None:
     from accel_ft.settings import checked
 
-    for table in (np.zeros((20, 20)), np.zeros((2, 2))):  # of several lines, if short ones
+    for table in (np.zeros((20, 20)), np.zeros((2, 2))):  # a short one has several lines too
         with pytest.raises(ConfigError, match=r"^train_file=a ndarray: .*Allowed: PATH$"):
             checked(TrainConfig, {"train_file": table})
     frame = SimpleNamespace(to_csv=None)
@@ -518,7 +521,7 @@ def test_what_is_no_path_is_told_in_a_line() -> None:
 
 def test_numbers_that_are_none_are_told_in_few_words(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
-    file.write_text("logging_steps: 0.5\n")  # a share, as the Trainer takes one
+    file.write_text("logging_steps: 0.5\n")  # a share, as the Trainer accepts it
     assert "line 1): is not a whole number. Allowed: INT" in fault("--config", str(file))
     assert "learning_rate=x: is not a number. Allowed: FLOAT" in fault("--learning_rate", "x")
 
@@ -543,7 +546,7 @@ def test_a_receipt_of_another_shape(tmp_path: Path) -> None:
 
 
 def test_what_is_reproduced_with_rows_that_moved(tmp_path: Path) -> None:
-    """Those that are not named are where they were."""
+    """Files that the command does not name stay those of the run."""
     (tmp_path / "config.yaml").write_text(
         "train_file: a.csv\nvalidation_file: b.csv\nmax_eval_samples: 5\ndataset_name: null\n"
         "push_to_hub: true\nhub_model_id: me/x\nhub_private_repo: true\n"
@@ -561,7 +564,7 @@ def test_what_is_reproduced_with_rows_that_moved(tmp_path: Path) -> None:
 
 
 def test_few_rows_take_few_passes_however_the_batch_is_given() -> None:
-    """config.yaml holds the global batch alone: it must come to the same micro-batches."""
+    """config.yaml holds only the global batch size, which must resolve to the same micro-batches."""
     from accel_ft.engine.build import _resolve_batch
 
     given = TrainConfig(gradient_accumulation_steps=4, per_device_train_batch_size=2)
@@ -583,7 +586,7 @@ def test_help_says_once_what_a_key_is_when_it_is_left_out(capsys: pytest.Capture
 def test_last_words_of_two_threads_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher reads JSON, and fails where it cannot."""
+    """The launcher reads the file as JSON, and fails if it cannot."""
     file, replace = tmp_path / "error.json", os.replace
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
 
@@ -600,6 +603,7 @@ def test_last_words_of_two_threads_are_whole(
 
 
 def test_no_guess_takes_minutes() -> None:
+    """`nearest` suggests nothing for very long names, or among very many."""
     assert errors.nearest("lable", ["label", "text"]) == " Did you mean `label`?"
     assert not errors.nearest("x" * 100, ["x" * 101])
     assert not errors.nearest("lable", [f"label{n}" for n in range(1001)])
