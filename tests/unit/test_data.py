@@ -60,7 +60,7 @@ def splits_of(tokenizer, *words: str) -> Splits:
 
 
 def test_ranks_wait_a_day_for_a_slow_one() -> None:
-    """In evaluate and predict, whose standard input may pause; training has its watch."""
+    """In evaluate and predict, one may wait for standard input; training has its own watch."""
     assert make_accelerator().init_handler.timeout == timedelta(days=1)
 
 
@@ -77,13 +77,13 @@ def test_store_holds_what_the_tokenizer_says(
         assert store.lengths(np.array([number]))[0] == len(expected) <= 16
         assert store.labels[store.label_codes[number]] == label
     assert sum(len(ids) for ids in store_tokens_of_threads(tokenizer)) == 4 * 50 * 8 * 16
-    # A model folder's tokenizer.json is the same whether its run has tokenised or found a cache.
+    # A model folder's tokenizer.json must not depend on whether its run found its rows in the cache.
     store_of(rows_file, tokenizer, 8)
     assert json.loads(tokenizer.backend_tokenizer.to_str())["truncation"] is None
 
 
 def store_tokens_of_threads(tokenizer) -> list[int]:
-    """Lengths of 1,600 long texts cut at 16 tokens, by four threads, as a server would."""
+    """Token ids of 1,600 long texts cut at 16 tokens by four threads, as in a server; a list per thread."""
     texts = ["goal " * 60] * 8
 
     def cut(_: int) -> list[int]:
@@ -113,7 +113,7 @@ def test_another_cut_or_tokenizer_is_another_store(
     left.truncation_side = "left"
     assert store_of(rows_file, left, 8).fingerprint != store_of(rows_file, tokenizer, 8).fingerprint
     typeless = load_tokenizer(str(tiny_model))
-    typeless.model_input_names = ["input_ids", "attention_mask"]  # pairs get no types from it
+    typeless.model_input_names = ["input_ids", "attention_mask"]  # no token types for pairs
     assert store_of(rows_file, typeless).fingerprint != store_of(rows_file, tokenizer).fingerprint
     prints = {
         store_of(rows_file, tok, cut).fingerprint for tok in (tokenizer, other) for cut in (8, 16)
@@ -131,7 +131,7 @@ def test_another_cut_or_tokenizer_is_another_store(
 
 
 def test_same_bytes_read_otherwise_are_another_store(tmp_path: Path, tokenizer) -> None:
-    """A csv and a tsv with other columns of the same names."""
+    """The same bytes, as csv and as tsv, have columns of the same names but different cells."""
     rows = "text\tlabel\tq,text,label\nA\tl1\tz,B,l2\nC\tl3\tz,D,l4\n"
     stores = []
     for name in ("rows.csv", "rows.tsv"):
@@ -141,7 +141,7 @@ def test_same_bytes_read_otherwise_are_another_store(tmp_path: Path, tokenizer) 
 
 
 def test_a_slow_tokenizer_is_known_by_its_files() -> None:
-    """Its merges are in no vocabulary."""
+    """Its merges are not in its vocabulary: the fingerprint must cover the files it saves."""
 
     class Slow:
         truncation_side, model_input_names, init_kwargs = "right", ("input_ids",), {}
@@ -156,7 +156,7 @@ def test_a_slow_tokenizer_is_known_by_its_files() -> None:
 
     one, other = Slow(), Slow()
     other.init_kwargs = {"name_or_path": "elsewhere", "vocab_file": "elsewhere/vocab.txt"}
-    other.init_kwargs |= {"local_files_only": True, "unk_token": None}  # as when it is offline
+    other.init_kwargs |= {"local_files_only": True, "unk_token": None}  # as if loaded offline
     assert tokenize_module.tokenizer_fingerprint(one) == tokenize_module.tokenizer_fingerprint(
         other
     )
@@ -174,8 +174,8 @@ DAMAGES = [(name, how) for name in STORED for how in ("cut", "missing")]
 def test_a_damaged_store_is_made_again(
     rows_file: Path, tokenizer, name: str, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Cut by whole values, too, which numpy maps without a word."""
-    config = DataConfig(max_seq_length=16, text_pair_column="label")  # pairs have types
+    """Also by whole values, after which numpy would still map the file without an error."""
+    config = DataConfig(max_seq_length=16, text_pair_column="label")  # pairs have token types
 
     def last_row() -> tuple[int, list[list[int]], str]:
         store = tokenize(file_source(rows_file), config, tokenizer)
@@ -201,14 +201,14 @@ def test_a_damaged_store_is_made_again(
 def test_a_store_that_another_process_makes_meanwhile_is_not_thrown_away(
     rows_file: Path, tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Published between the look for it and what follows from there being none."""
+    """It is published after this process has looked for it: the store is not damaged, and must be kept."""
     source, config = file_source(rows_file), DataConfig(max_seq_length=16)
     inode = []
 
     def open_first(folder: Path, name: str) -> TokenStore:
         if inode:
             return TokenStore(folder, name)
-        inode.append(0)  # the other process's opening
+        inode.append(0)  # from here on, the other process opens it
         try:
             return TokenStore(folder, name)
         except OSError:
@@ -223,7 +223,7 @@ def test_a_store_that_another_process_makes_meanwhile_is_not_thrown_away(
 
 
 def test_a_regressions_numbers_stand_in_the_rows_alone(tmp_path: Path, tokenizer) -> None:
-    """As many different ones as rows would fill meta.json, which each process reads."""
+    """meta.json, which each process reads, would be huge with as many distinct labels as rows."""
     rows = tmp_path / "rows.csv"
     values = [number / 7 for number in range(300)]
     rows.write_text("text,label\n" + "".join(f"a b,{value}\n" for value in values))
@@ -240,8 +240,8 @@ def test_a_regressions_numbers_stand_in_the_rows_alone(tmp_path: Path, tokenizer
 def test_a_cache_that_several_users_share(
     rows_file: Path, tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A store is as open as the folder it is in; one that may not be read is no damaged one; what a killed process
-    left is removed after a day.
+    """A store has the cache folder's permissions; an unreadable store does not count as damaged; what a killed process
+    left behind is removed after a day.
     """  # fmt: skip
     cache_folder().mkdir(parents=True, exist_ok=True)
     cache_folder().chmod(0o755)
@@ -265,7 +265,7 @@ def test_a_cache_that_several_users_share(
 def test_a_file_that_changes_while_it_is_read(
     tmp_path: Path, tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its rows would stand in the cache under the hash of others."""
+    """Otherwise the new rows would be cached under the hash of the old ones."""
     path = tmp_path / "rows.csv"
     path.write_text("text,label\na,x\nb,y\n")
     source = file_source(path)
@@ -290,7 +290,7 @@ def test_a_cache_on_a_disk_that_is_not_there(
 
 
 def test_a_full_disk_leaves_nothing_in_the_cache(tmp_path: Path, tokenizer) -> None:
-    """Its error comes with the write that it concerns, though the file is small."""
+    """Even for a small file, the failing write itself must raise: numpy's tofile would hide the error."""
     source = file_source(write_rows(tmp_path / "rows.csv", 100))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
@@ -305,6 +305,8 @@ def test_a_full_disk_leaves_nothing_in_the_cache(tmp_path: Path, tokenizer) -> N
 def test_a_fault_of_the_rows_disk_is_not_the_caches(
     rows_file: Path, tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An I/O error of the rows' own file is not reported as one of the cache."""
+
     def fail(*_: object) -> None:
         raise OSError(5, "Input/output error", str(rows_file))
 
@@ -336,7 +338,7 @@ def test_validation_is_cut_off_and_apart(tmp_path: Path, tokenizer) -> None:
     assert splits.label_names == ["Business", "Sci/Tech", "Sports", "World"]
     assert (
         len(set(splits.validation.labels(np.arange(20)))) > 2
-    )  # drawn at random from a file in any order
+    )  # drawn at random, whatever the order of the file
 
 
 def test_limits_draw_the_same_rows_each_time(tmp_path: Path, tokenizer) -> None:
@@ -390,7 +392,7 @@ def test_one_class_only(tmp_path: Path, tokenizer) -> None:
 
 
 def test_integer_labels_are_not_guessed(tmp_path: Path, tokenizer) -> None:
-    """Names are ordered by alphabet, a file's integers perhaps not: 0 may be World, not Business."""
+    """Names are in alphabetical order, a file's integers perhaps not: 0 may be World, not Business."""
     path = tmp_path / "rows.csv"
     path.write_text("text,label\na,1\nb,0\n")
     config = parse(TrainConfig, ["--train_file", str(path), "--test_file", str(path)], "train")
@@ -400,7 +402,7 @@ def test_integer_labels_are_not_guessed(tmp_path: Path, tokenizer) -> None:
     assert (name, split.labels(np.arange(2)).tolist()) == ("test", [1, 0])
     with pytest.raises(ConfigError, match="the job names no test rows"):
         load_eval_split(config.resolved(test_file=None), tokenizer, ["0", "1"], "test")
-    # rows cut off the training rows: the labels are the model's, those that do not occur there included
+    # Held out from the training rows: labels keep the model's ids, even if some do not occur.
     _, split, _ = load_eval_split(config, tokenizer, ["2", "1", "0"], "validation")
     assert split.targets.tolist() == [{"2": 0, "1": 1, "0": 2}[name] for name in split.store.labels]
     with pytest.raises(DataError, match="unknown labels. Allowed: 2, 3"):
@@ -408,7 +410,7 @@ def test_integer_labels_are_not_guessed(tmp_path: Path, tokenizer) -> None:
 
 
 def told_of_decimals(tmp_path: Path, tokenizer) -> str:
-    """What is said of classes 0 and 1 that pandas has written as 0.0 and 1.0."""
+    """The message about classes 0 and 1 that pandas has written as 0.0 and 1.0."""
     (tmp_path / "whole.csv").write_text("text,label\n" + "a,0\nb,1\n" * 9)
     (tmp_path / "decimal.csv").write_text("text,label\na,0.0\nb,1.0\n")
     paths = [str(tmp_path / f"{name}.csv") for name in ("whole", "decimal")]
@@ -420,7 +422,7 @@ def told_of_decimals(tmp_path: Path, tokenizer) -> str:
 def test_numbers_taken_for_labels_are_told_at_once(
     tmp_path: Path, tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A forgotten problem_type; looking for what was meant is for the labels that are shown."""
+    """problem_type was forgotten; similar labels are searched only for the labels that are shown."""
     paths = [tmp_path / f"{name}.csv" for name in ("train", "validation")]
     for shift, path in enumerate(paths):
         lines = [f"t,{(row + shift / 2) / 7919}" for row in range(1, 2000)]
@@ -471,15 +473,15 @@ def test_padding_and_filling(rows_file: Path, tokenizer) -> None:
     assert (batch["weights"].tolist(), batch["places"].tolist()) == ([1, 1], [3, 9])
     filler = collate(split, np.array([], np.int64), Padding(tokenizer, 64, CPU))
     assert (filler["weights"].tolist(), filler["places"].tolist()) == ([0], [-1])
-    # No row's text, whose loss might be no number, nor an all-masked one, that could become one.
+    # Not a row's text, whose loss might be NaN, nor a fully masked one, which might give NaN.
     assert filler["input_ids"].tolist() == [tokenizer("")["input_ids"] + [0] * 6]
     assert filler["attention_mask"].tolist() == [[1, 1] + [0] * 6]
     assert filler["labels"].tolist() == [0]
 
 
 def test_widths(tokenizer) -> None:
-    """None is greater than the longest row, or than the model might take; nor less than 8, where it
-    need not be: models that pool neighbours fail on a few tokens.
+    """No width exceeds the longest row: the model might not take it. None is below 8, unless the longest
+    row is: models that pool neighbouring tokens fail on a few.
     """
     lengths = np.array([1, 7, 8, 9, 17, 33, 65, 99, 100])
     cuda = torch.device("cuda")
@@ -499,7 +501,7 @@ def test_widths(tokenizer) -> None:
 
 @pytest.mark.parametrize(("longest", "most"), [(64, 16), (512, 16), (1024, 8), (20_000, 1)])
 def test_fewer_long_texts_are_evaluated_at_once(tokenizer, longest: int, most: int) -> None:
-    """As many tokens as of 512 each, or else one text; as many as are asked for where they are."""
+    """By default as many tokens as with texts of 512 each, but at least one text; a given batch size is kept."""
     pad, lengths = Padding(tokenizer, longest, CPU), np.full(40, longest)
     assert max(map(len, pad.eval_batches(lengths, None))) == most
     assert max(map(len, pad.eval_batches(lengths, 30))) == 30
@@ -533,7 +535,7 @@ def test_loader_starts_anywhere_and_leaves_random_numbers_alone(
 
 
 def test_workers_beside_nccl_are_not_forked(rows_file: Path, tokenizer) -> None:
-    """Its threads may hold a lock at that moment; started anew, they read the same."""
+    """A fork copies locks that NCCL's threads may hold; spawned workers read the same batches."""
     split = whole(rows_file, tokenizer)
     plan = Plan(len(split), 8, 0, split.lengths)
     batches = Batches(split, Padding(tokenizer, 64, CPU), 4, partial(train_places, plan, 2))
@@ -559,7 +561,7 @@ def rows(path: Path, *texts: str) -> Path:
 def test_what_spawned_workers_need_is_started_before_signals_are_blocked(
     workers: int, method: str, started: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tracker of their semaphores unblocks them again; spawned by the program's own choice, too."""
+    """Starting multiprocessing's resource tracker unblocks SIGINT and SIGTERM; the program may also choose spawn."""
     starts: list[bool] = []
 
     class Loader:
@@ -577,7 +579,7 @@ def test_what_spawned_workers_need_is_started_before_signals_are_blocked(
 
 
 def test_cut_texts_are_counted(tmp_path: Path, tokenizer) -> None:
-    """Exactly 4 tokens is not cut, 5 are; a text of a million characters is one of them."""
+    """A text of exactly 4 tokens is not cut; one of 5 is, and so is one of a million characters."""
     file = rows(tmp_path / "a.jsonl", "the a", "the a of", "the " * 250_000, "")
     store = tokenize(file_source(file), DataConfig(max_seq_length=4), tokenizer)
     assert (store.num_cut_texts, store.num_empty_texts) == (2, 1)
@@ -600,7 +602,7 @@ def test_texts_that_the_tokenizer_does_not_know_are_told(
 def test_a_token_that_begins_each_text_is_known(
     tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """GPT-2's for what is unknown is also that of begin and end."""
+    """GPT-2 has one token for unknown, begin and end: it does not count as unknown."""
     its = copy.deepcopy(tokenizer)
     its.unk_token = its.cls_token
     with caplog.at_level("WARNING"):
@@ -611,7 +613,7 @@ def test_a_token_that_begins_each_text_is_known(
 def test_a_label_with_few_validation_rows_is_told(
     tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Cut off at random: of a rare one almost none may be there to choose a model by."""
+    """Validation rows are held out at random: of a rare label they may have too few to choose a model by."""
     file = tmp_path / "a.jsonl"
     labels = ["spam" if number % 40 == 0 else "ham" for number in range(1200)]
     lines = [json.dumps({"text": f"the {n}", "label": label}) for n, label in enumerate(labels)]
@@ -776,7 +778,7 @@ def test_each_labels_rows_are_told_rarest_first(
     tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture, count: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """A label that is mistyped in one row is a class of its own."""
+    """The counts reveal a label that is mistyped in one row: it becomes a class of its own."""
     file = tmp_path / "a.jsonl"
     labels = [f"label{number:02d}" for number in range(count)] * 2 + ["label00", "typo"]
     file.write_text("\n".join(json.dumps({"text": "the a", "label": name}) for name in labels))
@@ -786,7 +788,7 @@ def test_each_labels_rows_are_told_rarest_first(
         patch.setattr("accel_ft.data.splits.COMPARED_TEXTS", 6)
         load_splits(TrainConfig(train_file=file, validation_file=file), tokenizer)
     assert f"{count + 1} labels, rarest first of a million rows: " in caplog.text
-    assert "without a training row" not in caplog.text  # of a few, which might have others
+    assert "without a training row" not in caplog.text  # a sample may miss some labels
     told = f"{count + 1} labels, rarest first: typo 1; label01 2; label02 2; label03 2; label"
     assert told in caplog.text
     assert ("label00 3\n" if count == 4 else "label19 2; and 11 more\n") in caplog.text
@@ -795,7 +797,7 @@ def test_each_labels_rows_are_told_rarest_first(
 def test_a_label_that_no_training_row_has_is_told(
     tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All rows of a rare one may be among those that are held back; weights do not bring it back."""
+    """All rows of a rare label may be held out; class weights cannot make up for that."""
     file = tmp_path / "a.jsonl"
     rows = [{"text": f"the {number}", "label": "a" if number else "b"} for number in range(8)]
     file.write_text("\n".join(map(json.dumps, rows)))
@@ -811,11 +813,11 @@ def test_a_label_that_no_training_row_has_is_told(
             f"labels without a training row, which cannot be learnt: {name}" for name in missing
         ]
         assert [m for m in caplog.messages if "without a training row" in m] == told
-    assert not missing  # of all rows; of one row some was
+    assert not missing  # from all 8 rows
 
 
 def test_an_end_token_among_the_pieces_of_a_text() -> None:
-    """T5's vocabulary has it, and its head wants one in each row: <s>10</s> is struck through."""
+    """T5's vocabulary has </s> (texts may hold <s>10</s>, struck through), and its head needs exactly one per row."""
     from tokenizers import Tokenizer, models, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -838,7 +840,7 @@ def test_an_end_token_among_the_pieces_of_a_text() -> None:
         tokenizer_object=backend, eos_token="</s>", pad_token="<pad>", unk_token="<unk>",
         split_special_tokens=True,
     )  # fmt: skip
-    assert [ids.tolist() for ids in token_ids(bare, ["</s>"], 16)[0]] == [[[0]]]  # no row of none
+    assert [ids.tolist() for ids in token_ids(bare, ["</s>"], 16)[0]] == [[[0]]]  # the pad token
 
 
 def test_several_labels_rows_are_told(
@@ -856,7 +858,7 @@ def test_several_labels_rows_are_told(
 
 
 def test_predictions_name_the_rows_of_the_data_set(tmp_path: Path, tokenizer) -> None:
-    """Those without a label are left out, and counted on: a join with the data set finds its rows."""
+    """Rows without a label are skipped, but still counted: row numbers join with the data set's rows."""
     import datasets
 
     texts = [f"{number} treaty" for number in range(60)]
@@ -881,7 +883,7 @@ def test_predictions_name_the_rows_of_the_data_set(tmp_path: Path, tokenizer) ->
 def test_a_damaged_store_of_another_user(
     rows_file: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a shared cache whose folders only their owners may remove."""
+    """In a shared cache where only its owner may remove a folder."""
     (store_of(rows_file, tokenizer).folder / "tokens.bin").unlink()
     monkeypatch.setattr(tokenize_module.shutil, "rmtree", lambda *_, **__: None)
     with pytest.raises(DataError, match="damaged token cache.*Fix: have its owner remove it"):

@@ -1,4 +1,4 @@
-"""The doctor's checks on one process: each with a program that is broken as it happened, and the mend."""
+"""The doctor's checks, on one process: each on a program with a real-world fault, and on the repaired program."""
 
 import contextlib
 import gc
@@ -97,7 +97,7 @@ def test_loader_before_the_process_group(tmp_path: Path) -> None:
 def test_optimizer_before_wrapping() -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for module in model:  # what FSDP does: other parameters under the same names
+    for module in model:  # as FSDP does: new parameters under the same names
         for name, p in list(module.named_parameters()):
             setattr(module, name, nn.Parameter(p.detach().clone()))
     finding = order.optimizer_holds_model(model, optimizer)
@@ -123,7 +123,7 @@ def test_unused_parameters() -> None:
 
 
 class Encoded(Dataset):
-    """Rows that are encoded by a module of the data set's own, or kept on a device."""
+    """Rows that the data set encodes with a module of its own, or keeps on a device."""
 
     def __init__(self, encoder=None, device: str = "cpu") -> None:
         self.encoder, self.rows = encoder, torch.zeros(4, 2, device=device)
@@ -136,7 +136,7 @@ class Encoded(Dataset):
 
 
 def test_device_tensors_in_workers() -> None:
-    """ "meta" stands for CUDA here: any device that is not the CPU."""
+    """The device "meta" stands for CUDA: any device that is not the CPU."""
     loader = DataLoader(Encoded(device="meta"), num_workers=2)
     caught(tensors.dataset_tensors(loader), "a row holds a tensor [2] on meta", "with 2 workers")
     assert tensors.dataset_tensors(loader).verdict == "FAIL"
@@ -146,7 +146,7 @@ def test_device_tensors_in_workers() -> None:
 
 @pytest.mark.parametrize("kind", [list, tuple, dict.fromkeys, set, np.array])
 def test_copies_of_many_objects(kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading one changes its reference count, and so its page, in each worker."""
+    """Reading an object changes its reference count: each forked worker copies the page it is on."""
     monkeypatch.setattr(tensors, "LONG_LIST", 1000)
     rows = Encoded()
     numbers = [bytes([number % 256, number // 256]) for number in range(1100)]
@@ -155,7 +155,7 @@ def test_copies_of_many_objects(kind, monkeypatch: pytest.MonkeyPatch) -> None:
     caught(tensors.dataset_tensors(DataLoader(rows, num_workers=2)), f"2 workers copies {named}")
     well(tensors.dataset_tensors(DataLoader(rows)))
     if kind is np.array:
-        rows.texts = np.array(numbers)  # bytes, not objects
+        rows.texts = np.array(numbers)  # bytes in the array itself, not objects
         well(tensors.dataset_tensors(DataLoader(rows, num_workers=2)))
 
 
@@ -163,13 +163,13 @@ def test_copies_in_spawned_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(tensors, "LARGE_BYTES", 16)
     rows = Encoded()
     loader = DataLoader(rows, num_workers=2, multiprocessing_context="spawn")
-    well(tensors.dataset_tensors(loader))  # torch has workers share a tensor
-    rows.array = np.memmap(tmp_path / "rows", shape=32, mode="w+")  # which is sent in whole
+    well(tensors.dataset_tensors(loader))  # torch shares a tensor between workers
+    rows.array = np.memmap(tmp_path / "rows", shape=32, mode="w+")  # pickled whole for each worker
     caught(tensors.dataset_tensors(loader), "each of 2 workers copies an array of 0 MiB")
     well(tensors.dataset_tensors(DataLoader(rows, num_workers=2)))
 
     class Mapped:
-        """Each worker opens it itself."""
+        """It pickles no array: each worker maps the file itself."""
 
         def __init__(self) -> None:
             self.array = rows.array
@@ -202,14 +202,15 @@ def test_views_and_ties() -> None:
     well(tensors.aliased_parameters(ties))
     caught(tensors.aliased_parameters(ties, sharded=True), "tied: 0.weight = 1.weight")
     well(tensors.aliased_parameters(small_model()))
-    flat = torch.zeros(8)  # as cuDNN lays out the weights of an LSTM: one memory, other bytes
+    flat = torch.zeros(8)  # cuDNN's layout of an LSTM's weights: one storage, no byte shared
     halves = nn.ParameterList([nn.Parameter(flat[:4]), nn.Parameter(flat[4:])])
     well(tensors.aliased_parameters(halves))
-    whole = torch.zeros(2, 8)  # columns lie between each other and share nothing
+    whole = torch.zeros(2, 8)  # column slices interleave in memory, but share nothing
     for start, share in ((4, well), (3, lambda found: caught(found, "0 = 1"))):
         parts = (nn.Parameter(whole[:, :4]), nn.Parameter(whole[:, start:]))
         share(tensors.aliased_parameters(nn.ParameterList(parts)))
-    grid = torch.zeros(3, 3)  # what begins between two that share something shares nothing
+    # Parameter 1 begins between 0 and 2, which overlap, but shares nothing with them.
+    grid = torch.zeros(3, 3)
     parts = (nn.Parameter(grid[:, :2]), nn.Parameter(grid[:, 2:]), nn.Parameter(grid[1:, 1:2]))
     caught(tensors.aliased_parameters(nn.ParameterList(parts)), "0 = 2")
 
@@ -241,7 +242,7 @@ def test_in_place() -> None:
         caught(finding("activation"), "modified by an inplace operation")
     caught(finding("parameter"), "changes parameters: linear.weight")
     well(finding("mended"))
-    teacher = Sick("parameter").requires_grad_(False)  # a mean over the updates, say
+    teacher = Sick("parameter").requires_grad_(False)  # for example an EMA of the weights
     student = nn.ModuleList([nn.Linear(2, 2), teacher])
 
     def distance() -> torch.Tensor:
@@ -256,7 +257,7 @@ def test_in_place() -> None:
 def epoch(
     num_batches: int, k: int, schedule_each: bool = False, flush: bool = False, clear: bool = True
 ) -> list[str]:
-    """What a loop does that steps after each k-th of `num_batches`."""
+    """Return the events of a loop over `num_batches` that steps after every k-th batch."""
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -303,7 +304,7 @@ def test_what_a_loop_calls() -> None:
 
 
 def test_a_prepared_scheduler_steps_for_each_process() -> None:
-    """As accelerate does it: `num_processes` times an update."""
+    """accelerate steps a prepared scheduler `num_processes` times an update."""
     events = ["backward", "step", "clear", "schedule", "schedule"] * 3
     caught(accumulation.accumulation_calls(events, 1), "stepped 2 times an update")
 
@@ -343,7 +344,7 @@ def test_accumulated_gradient() -> None:
 
 
 class Job:
-    """A training loop with every part a checkpoint needs, and faults to choose from."""
+    """A training loop with all parts that a checkpoint needs; `fault` names one that it loses."""
 
     def __init__(self, fault: str = "") -> None:
         self.fault, self.epoch, self.batch = fault, 0, 0
@@ -389,12 +390,12 @@ class Job:
             np.random.set_state(state["random"]["numpy"])
             torch.set_rng_state(state["random"]["torch"])
         self.epoch, self.batch = state["epoch"], state["batch"]
-        if self.fault == "position in the data":  # goes on at the next epoch
+        if self.fault == "position in the data":  # skips to the next epoch
             self.epoch, self.batch = self.epoch + 1, 0
 
 
 def test_random_numbers_that_an_update_does_not_draw(tmp_path: Path) -> None:
-    """Python's and numpy's are not brought back, and not drawn from; torch's are, by dropout."""
+    """Python's and numpy's states are not restored, but never used; torch's is, and dropout uses it."""
 
     class Forgetful(Job):
         def load(self, folder: Path) -> None:
@@ -416,22 +417,22 @@ def test_rows_that_ranks_share() -> None:
         return sampling._coverage([(numbers, batch, 1) for numbers in rows], of).verdict
 
     draw = np.random.default_rng(0).integers(1000, size=(2, 500)).tolist()
-    assert verdict(draw, 16, 1000) == "WARN"  # drawn with replacement, each rank its share
-    assert verdict([draw[0] + draw[1]] * 2, 16, 1000) == "FAIL"  # and here each rank draws them all
+    assert verdict(draw, 16, 1000) == "WARN"  # drawn with replacement, each rank its own share
+    assert verdict([draw[0] + draw[1]] * 2, 16, 1000) == "FAIL"  # each rank draws both shares
     drawn = [np.random.default_rng(rank).integers(40, size=20).tolist() for rank in range(2)]
-    assert verdict(drawn, 4, 40) == "WARN"  # few rows: the ranks share as many as a batch has
+    assert verdict(drawn, 4, 40) == "WARN"  # few rows: about a batch of them is shared
     assert verdict([list(range(1000))] * 2, 16, 1000) == "FAIL"
-    assert verdict([list(range(64))] * 2, 32, 64) == "FAIL"  # as small as what evening out may cost
+    assert verdict([list(range(64))] * 2, 32, 64) == "FAIL"  # as few as padding may repeat
     assert (
         verdict([[0, 1, 2], [0, 1, 2]], 4, 3) == "PASS"
     )  # one batch: there is nothing to share out
     assert verdict([list(range(0, 64, 2)), list(range(1, 64, 2))], 32, 64) == "PASS"
-    assert verdict([list(range(64))], 4, 63) == "FAIL"  # numbers that are not those of the rows
+    assert verdict([list(range(64))], 4, 63) == "FAIL"  # ids that are not those of the rows
     assert verdict([[], []], 0, 63) == "FAIL"
 
 
 def test_rows_drawn_with_replacement() -> None:
-    """As the sampler says: then what matters is that the ranks do not draw the same."""
+    """With a sampler that declares replacement, repeats are normal; but ranks must not draw the same rows."""
     sampler = torch.utils.data.WeightedRandomSampler([1.0] * 40, 20)
     loader = DataLoader(range(40), sampler=sampler)
     draws = np.random.default_rng(0).integers(40, size=(3, 20)).tolist()
@@ -463,7 +464,7 @@ def test_resume(tmp_path: Path, fault: str) -> None:
 def test_a_resume_where_sums_come_in_any_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels of a GPU do so: what is loaded is right, and the next update is not the same bits."""
+    """GPU kernels add in any order: what is loaded is right, but the next update differs in its last bits."""
 
     class Unsteady(Job):
         def step(self) -> list[int]:
@@ -475,7 +476,7 @@ def test_a_resume_where_sums_come_in_any_order(
     for has_gpu, verdict in ((False, "FAIL"), (True, "WARN")):
         noise = iter(range(1, 99))
         device = SimpleNamespace(is_available=lambda has_gpu=has_gpu: has_gpu)
-        # Told to this check only: a CUDA build of torch would go and look for its driver.
+        # Patched in this check only: a CUDA build of torch would look for its driver.
         monkeypatch.setattr(
             resume, "torch", SimpleNamespace(**{**vars(torch), "accelerator": device})
         )
@@ -529,7 +530,7 @@ def test_overfits(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def step() -> float:
             x, y = ROWS[:8][0], torch.arange(8) // 4
-            if shuffled:  # labels that do not belong to their rows
+            if shuffled:  # the labels of other rows
                 y = y[torch.randperm(8, generator=generator)]
             loss = loss_of(model, (10 * x, y))
             optimizer.zero_grad()
@@ -544,14 +545,14 @@ def test_overfits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "below half is enough" in slow.measured
     slow = learning.overfits(lasting(0.1, repeat(1.0)), seconds=0.25)
     assert (slow.verdict, "too slow a device" in slow.measured) == ("SKIP", True)
-    falling = (0.98**n for n in range(100))  # with adapters, on a busy machine
+    falling = (0.98**n for n in range(100))  # slow, as adapters are on a busy machine
     slow = learning.overfits(lasting(0.01, falling), seconds=0.3)
     assert (slow.verdict, "too slow a device" in slow.measured) == ("SKIP", True)
     caught(learning.overfits(lasting(0.01, repeat(0.9)), seconds=0.4), "not below 0.1")
     caught(trained(1e-6, shuffled=False), "not below 0.1")
     caught(trained(0.1, shuffled=True), "in 300 updates")
     assert trained(0.1, shuffled=True).verdict == "FAIL"
-    for last, verdict in ((0.7, "WARN"), (0.9, "FAIL")):  # near ln 2, say, of four labels
+    for last, verdict in ((0.7, "WARN"), (0.9, "FAIL")):  # e.g. near ln 2, with four labels
         stuck = lasting(0.0, iter([2.0, 0.4, *[last] * 8]))
         assert learning.overfits(stuck, steps=10, chance=math.log(4)).verdict == verdict
     assert learning.overfits(lasting(0.0, iter([2.0, *[0.7] * 9])), steps=10).verdict == "FAIL"
@@ -561,7 +562,7 @@ def test_varied_texts() -> None:
     rows = [np.array([[1, 2, number]], np.int32) for number in range(9)]
     well(learning.varied_texts(rows))
     caught(learning.varied_texts(rows[:3] * 3), "3 different ones in 9 rows")
-    well(learning.varied_texts(rows[:3] * 2))  # too few to tell
+    well(learning.varied_texts(rows[:3] * 2))  # too few rows to judge
 
 
 def test_varied_predictions() -> None:
@@ -573,7 +574,7 @@ def test_varied_predictions() -> None:
 
 
 def test_activations_are_counted() -> None:
-    """tanh keeps [rows, 8], cross-entropy its input [rows, 2], the first layer x [rows, 2]."""
+    """Saved are tanh's output [rows, 8], cross-entropy's input [rows, 2] and the first layer's input [rows, 2]."""
     model = small_model()
 
     def loss(rows: int) -> torch.Tensor:
@@ -586,7 +587,7 @@ def test_activations_are_counted() -> None:
 
 
 def test_checkpointing_keeps_less_and_nothing_fixed() -> None:
-    """Layers that are computed again keep their inputs; what does not grow with the rows stays as small."""
+    """Recomputed layers save only their inputs; bytes that do not depend on the number of rows stay as few."""
     from transformers import BertConfig, BertForSequenceClassification
 
     sizes = {
@@ -636,7 +637,7 @@ def test_fsdp_keeps_whole_gradients_while_they_accumulate() -> None:
     assert wanted.on_rank("offload", 2, 0, accumulates=True) == 100 + 400
     assert wanted.on_rank("ddp", 2, 0, accumulates=True) == wanted.on_rank("ddp", 2, 0)
     assert wanted.largest("fsdp", 2, usable=1700, update=8) == 8
-    assert wanted.largest("fsdp", 2, usable=1699, update=8) == 3  # seven would be without them
+    assert wanted.largest("fsdp", 2, usable=1699, update=8) == 3  # 7 without whole gradients
     caught(fit.will_it_fit(wanted, "fsdp", 2, capacity=1800, rows=4, update=8), "micro-batch 3")
     well(fit.will_it_fit(wanted, "fsdp", 2, capacity=1800, rows=4))
 
@@ -663,7 +664,7 @@ def test_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     caught(machine.limits(), "open files")
     assert machine.product_time(cpu, "no") == 1.0
     assert machine.product_time(cpu, "bf16") > 0
-    # When it begins; then start, end of each type, and whether to go on.
+    # Clock: the start; then start and end for each dtype, and the check of the time limit.
     first, late = [0, 0, 9, 0, 9], machine.TIMED_SECONDS + 1
     for ticks in (
         [*first, *[0, 6, 0, 2, 0] * (machine.TIMED_PRODUCTS - 1)],
@@ -682,7 +683,7 @@ def test_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_loader_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first two batches, which start the workers, are passed over."""
+    """The first two batches, during which workers start, are not measured."""
     now, cpu = 0.0, torch.device("cpu")
 
     def work(seconds: float) -> None:
@@ -701,7 +702,7 @@ def test_loader_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     well(machine.loader_speed(batches(slow, slow, quick, quick), work, cpu))
 
 
-# What was once called well and is not, or the other way round.
+# Cases that a check once judged wrongly.
 
 
 def test_no_number_is_never_well() -> None:
@@ -724,7 +725,7 @@ def test_no_number_is_never_well() -> None:
 
 def test_one_curve_but_for_what_rounding_explains() -> None:
     alone = [(1.4, 1.0), (1.3, 0.5), (1.2, 0.01)]
-    close = [*alone[:2], (1.2, 0.0108)]  # a norm of gradients that nearly cancel
+    close = [*alone[:2], (1.2, 0.0108)]  # the norm is small, as gradients nearly cancel
     well(curve.same_curve(close, alone, 0.05))
     caught(curve.same_curve([*alone[:2], (1.2, 0.02)], alone, 0.05), "update 3: loss 1.2")
     caught(curve.same_curve([alone[0], (1.3, 0.53), alone[2]], alone, 0.05), "update 2: loss 1.3")
@@ -750,7 +751,7 @@ def test_a_gradient_that_is_missing() -> None:
 
 
 def test_loops_of_others() -> None:
-    """Two optimizers, a module's own zero_grad, a scaler that skips, a scheduler with a step of its own."""
+    """Two optimizers, a module's zero_grad, a scaler that skips, a scheduler that overrides `step`."""
     model = small_model()
     halves = [
         torch.optim.SGD(model[0].parameters(), 0.1),
@@ -763,7 +764,7 @@ def test_loops_of_others() -> None:
                 optimizer.step()
             model.zero_grad()
     well(accumulation.accumulation_calls(events, 1))
-    for forgets in (False, True):  # two models in turn, as an adversarial pair: each clears its own
+    for forgets in (False, True):  # two models in turn, each with its own zero_grad
         pair = [(small_model(n), n) for n in range(2)]
         pair = [(each, torch.optim.SGD(each.parameters(), 0.1), n) for each, n in pair]
         with accumulation.recording() as events:
@@ -774,7 +775,7 @@ def test_loops_of_others() -> None:
                     loss_of(each, ROWS[:4]).backward()
                     optimizer.step()
         assert events.count("left") == 2 * forgets
-    for forgets in (False, True):  # an adversarial pair: the one's loss goes through the other
+    for forgets in (False, True):  # adversarial: the generator's loss goes through the judge
         made, judge = nn.Linear(2, 2), small_model()
         theirs, its = (torch.optim.SGD(each.parameters(), 0.1) for each in (made, judge))
         with accumulation.recording() as events:
@@ -788,7 +789,8 @@ def test_loops_of_others() -> None:
                 loss_of(judge, (fake, ROWS[:4][1])).backward()
                 theirs.step()
         assert events.count("left") == 2 * forgets
-    with accumulation.recording() as events:  # two passes each; the judge's are cleared at once
+    # Two passes each; those of the generator leave gradients in the judge, which are cleared at once.
+    with accumulation.recording() as events:
         for _ in range(3):
             for number, optimizer in enumerate((its, theirs)):
                 for start in (0, 4):
@@ -800,7 +802,7 @@ def test_loops_of_others() -> None:
     well(accumulation.accumulation_calls(events, 2))
     copies = [p.detach().clone().requires_grad_() for p in model.parameters()]
     masters = torch.optim.SGD(copies, 0.1)
-    with accumulation.recording() as events:  # gradients that are put there, not added
+    with accumulation.recording() as events:  # master weights: gradients are assigned, not added
         for _ in range(3):
             loss_of(model, ROWS[:4]).backward()
             for copied, p in zip(copies, model.parameters(), strict=True):
@@ -834,7 +836,7 @@ def test_loops_of_others() -> None:
 
 
 def test_gradients_left_under_fsdp2(tmp_path: Path) -> None:
-    """They are written to below the tensor that the optimizer sees."""
+    """FSDP2 writes to the local shard of a gradient, below the tensor that the optimizer sees."""
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -861,7 +863,7 @@ def test_an_optimizer_of_the_head() -> None:
 
 
 def test_activations_are_let_go() -> None:
-    """Tensors that a hook gives back as they are hold themselves, where they are outputs."""
+    """A saved output that the pack hook returns itself would form a reference cycle, and never be freed."""
     model, x = small_model(), torch.zeros(500, 2)
     before = sum(type(o) is torch.Tensor for o in gc.get_objects())
     for _ in range(3):
@@ -871,7 +873,7 @@ def test_activations_are_let_go() -> None:
 
 
 def test_rows_without_numbers() -> None:
-    """They can be added."""
+    """Their numbers can be added to the data set (StackDataset)."""
     for judge in (sampling.training_sampling, sampling.evaluation_sampling):
         numbered = torch.utils.data.StackDataset(ROWS, range(20))
         well(judge(DataLoader(numbered, 4, shuffle=True), 20, lambda batch: batch[1]))
@@ -894,17 +896,17 @@ def test_a_data_set_that_is_iterable() -> None:
     holding = DataLoader(Encoded(), num_workers=1, collate_fn=lambda rows: (encoder, rows)[1])
     found = tensors.dataset_tensors(holding)
     caught(found, "collate_fn holds a tensor [2, 2] on meta")
-    assert found.verdict == "WARN"  # it may read its configuration alone
+    assert found.verdict == "WARN"  # it may use nothing but the encoder's configuration
 
 
 def test_a_resume_compares_bits_and_ids(tmp_path: Path) -> None:
     class Odd(Job):
-        """A part with an array and a NaN; rows as one long tensor of which but the middle differs."""
+        """A part with an array and a NaN; rows are one long tensor, which differs only in its middle."""
 
         def __init__(self, broken: bool) -> None:
             super().__init__()
             self.extra, self.broken = np.array([0.3, math.nan]), broken
-            self.words = np.array(["a", "b"])  # which no tensor can hold
+            self.words = np.array(["a", "b"])  # no tensor can hold strings
             self.parts["extra"] = self
 
         def load_state_dict(self, state) -> None:
@@ -917,7 +919,7 @@ def test_a_resume_compares_bits_and_ids(tmp_path: Path) -> None:
             rows = torch.arange(3000)
             rows[1500] += 1000 * self.epoch
             super().step()
-            return UserDict(rows=rows, parts=[torch.zeros(2)])  # as a tokenizer gives
+            return UserDict(rows=rows, parts=[torch.zeros(2)])  # as a tokenizer returns
 
         def load(self, folder: Path) -> None:
             super().load(folder)
@@ -934,7 +936,7 @@ def test_a_resume_compares_bits_and_ids(tmp_path: Path) -> None:
 
 
 def leave(folder: Path, rank: int, stage: str, at: float, log: str = "", error: str = "") -> None:
-    """What a rank writes that began its last stage at `at`, and faulthandler ten seconds later."""
+    """Write what a rank leaves whose last stage began at `at`; a log is faulthandler's, of ten seconds later."""
     path = folder / postmortem.FILE.format(rank)
     path.write_text(json.dumps({"stage": stage, "at": at, "error": error, "stack": ""}))
     path.with_suffix(".log").write_text(log)
@@ -956,7 +958,7 @@ def test_a_post_mortem_reads_codes_and_names(tmp_path: Path) -> None:
         postmortem.Stages(tmp_path, 1, 60) as stage,
     ):
         stage("rows")
-        stage.path.with_suffix(".new").mkdir()  # in the way, as a full disk is
+        stage.path.with_suffix(".new").mkdir()  # makes writing fail, as a full disk does
         stage("model")
     caught(postmortem.post_mortem(tmp_path, 2), "rank 1 at stage rows: ended without a message")
 
@@ -988,7 +990,7 @@ def test_a_crash_is_told_of_the_thread_that_crashed(tmp_path: Path) -> None:
 
 
 def test_a_hang_that_ends_others(tmp_path: Path) -> None:
-    """One rank's limit ends it; the other only feels that, or is ended by the launcher."""
+    """One rank reaches its time limit; the other then loses its connection, or the launcher ends it."""
     hung = 'Timeout (0:00:10)!\nThread 0x1 (most recent call first):\n  File "train.py", line 7 in step'
     peer = "RuntimeError: Connection closed by peer"
     words = 'a hang: rank 0 at stage step 5 at File "train.py"', "rank 1 at stage step 5"
@@ -1000,7 +1002,7 @@ def test_a_hang_that_ends_others(tmp_path: Path) -> None:
 
 
 def test_a_death_is_told_before_the_hang_it_makes(tmp_path: Path) -> None:
-    """On NCCL the others do not feel it, and wait for the limit of a stage that began earlier."""
+    """On NCCL the others do not notice the death: they wait for the time limit of a stage that began earlier."""
     leave(tmp_path, 0, "step 5", 1.0, "Timeout (0:00:10)!\nThread 0x1 (most recent call first):")
     leave(tmp_path, 1, "step 5", 1.5)
     found = postmortem.post_mortem(tmp_path, 2)
@@ -1008,7 +1010,7 @@ def test_a_death_is_told_before_the_hang_it_makes(tmp_path: Path) -> None:
 
 
 def test_ranks_are_told_in_the_order_in_which_they_ended(tmp_path: Path) -> None:
-    """Those that the launcher ended last, whenever that was; of many the first eight."""
+    """Ranks ended by the launcher come last, whatever the time; of many ranks, eight are listed."""
     times = {0: 7.0, 1: 3.0, 2: 5.0, 3: 1.0}
     for rank, at in times.items():
         leave(tmp_path, rank, "step 5", at, error="" if rank == 3 else f"RuntimeError: of {rank}")
@@ -1030,7 +1032,7 @@ def test_the_worst_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_job_with_a_rare_label_is_examined(tmp_path: Path) -> None:
-    """In the few rows that the doctor takes it may be missing."""
+    """The few rows that the doctor uses may not have that label: settings that need it are dropped."""
     from accel_ft.diagnosis.job import _limit_seconds, _probe
 
     watch = SimpleNamespace(num_ranks=1)
@@ -1046,7 +1048,7 @@ def test_a_job_with_a_rare_label_is_examined(tmp_path: Path) -> None:
 
 
 def test_the_doctors_own_rows_have_labels_of_their_own(tmp_path: Path) -> None:
-    """What best means by a label of the job's would be a fault on them."""
+    """A metric of one of the job's labels would be an error on the doctor's sample rows."""
     from accel_ft.diagnosis import job
 
     watch = SimpleNamespace(rank=0, num_ranks=1, first=lambda _: contextlib.nullcontext())
@@ -1055,7 +1057,7 @@ def test_the_doctors_own_rows_have_labels_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_look_at_a_loader_leaves_the_start_method_open() -> None:
-    """A program may still choose spawn after it."""
+    """The program may still choose spawn afterwards."""
     code = (
         "import multiprocessing, torch\n"
         "from torch.utils.data import DataLoader\n"
