@@ -1,4 +1,4 @@
-"""What ships beside the package: job files and the news sample."""
+"""What ships beside the package: job files, the news sample and shell completion."""
 
 import os
 import shutil
@@ -42,7 +42,7 @@ def test_news_sample() -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_completion(shell: str) -> None:
-    """TAB gives the keys of the command that stands on the line."""
+    """TAB completes the keys of the command on the line."""
     if shutil.which(shell) is None:
         pytest.skip(f"needs {shell}")
     script = """
@@ -64,7 +64,7 @@ def test_completion(shell: str) -> None:
     others = lines.pop()
     assert shell != "bash" or others.split() == ["python", "pyt", "-m"]
     expected = ["--learning_rate", "--format", "", "README.md", "accel_ft.doctor"]
-    if shell == "zsh":  # which sorts out itself what begins otherwise
+    if shell == "zsh":  # it drops candidates with another prefix itself
         lines = [
             word
             for word, line in zip(expected, lines, strict=True)

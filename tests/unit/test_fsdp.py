@@ -1,4 +1,4 @@
-"""The layers FSDP wraps, worked out from the model."""
+"""The layer classes that FSDP wraps, derived from the model; what it reduces and gathers."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +34,7 @@ MODELS = {
     "modernbert": (SMALL | TOKENS | {"cls_token_id": 1, "sep_token_id": 2}, "ModernBertEncoderLayer"),
     "gpt2": (TOKENS | {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 2}, "GPT2Block"),
     "llama": (SMALL | TOKENS, "LlamaDecoderLayer"),
-    # In lists of lists.
+    # Layers in lists of lists.
     "funnel": ({"vocab_size": 100, "block_sizes": [1, 1], "d_model": 32, "n_head": 2, "d_head": 16, "d_inner": 64}, "FunnelLayer"),
     "qwen2": (SMALL | TOKENS | {"num_key_value_heads": 2}, "Qwen2DecoderLayer"),
 }  # fmt: skip
@@ -66,7 +66,7 @@ def test_models_that_cannot_be_sharded() -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_gradients_are_reduced_in_float32(version: int) -> None:
-    """accelerate's bf16 policy would sum them in bf16, and round FSDP1's buffers; DDP does neither."""
+    """accelerate's bf16 policy would sum gradients in bf16, and round FSDP1's buffers; DDP does neither."""
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=version,
         auto_wrap_policy="transformer_based_wrap",
@@ -112,7 +112,7 @@ def test_layers_are_named_with_or_without_blanks() -> None:
 
 
 def test_the_backward_pass_does_not_gather_the_word_embedding() -> None:
-    """It adds rows up, and does not read them."""
+    """The backward pass adds to rows of the gradient, and does not read the weight."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     gathered = []
     try:

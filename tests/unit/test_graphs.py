@@ -1,4 +1,4 @@
-"""Passes recorded and done again: here a record is a function that does them, as a CUDA graph would."""
+"""Passes that are recorded and replayed. In place of a CUDA graph, a function runs them again: no GPU is needed."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,11 +26,11 @@ from accel_ft.settings import parse
 from accel_ft.train import main
 
 Made = list[int]
-BACKWARD = torch.autograd.backward  # a graph calls nothing that was put in its place since
+BACKWARD = torch.autograd.backward  # a replay calls nothing that was patched after the recording
 
 
 class Capture(TorchDispatchMode):
-    """Forbids what a CUDA graph does: the host may not read what the device computes."""
+    """Forbids what a CUDA graph forbids: the host may not read what the device computes."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -41,8 +41,8 @@ class Capture(TorchDispatchMode):
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Made:
-    """Let what is recorded do its work when it is played; return how often each one was. As on a
-    GPU, no layer leaves out padding.
+    """Make a replay run the recorded work; return how often each recording was replayed. As on a GPU, no
+    layer leaves out padding.
     """
     counts: Made = []
     monkeypatch.setattr(layer, "packing", lambda *_: None)
@@ -66,7 +66,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
 
 @pytest.fixture
 def on_graphs(made: Made, monkeypatch: pytest.MonkeyPatch) -> Made:
-    """Let jobs record, as on a GPU."""
+    """Let jobs record graphs, as on a GPU."""
     from accel_ft.engine import build
 
     monkeypatch.setattr(build, "make_sparse", lambda model: None)
@@ -97,8 +97,8 @@ def passes_of(model: nn.Module) -> Callable[[Any, Any], torch.Tensor]:
 def test_losses_and_gradients_of_each_shape_are_those_of_the_passes(
     made: Made, accumulates: bool
 ) -> None:
-    """Those of several micro-batches are added up, those of a sole one are written over. A
-    parameter that no pass reaches gets no gradient; a loss is not written over by the next.
+    """Gradients of several micro-batches add up; those of a single one are overwritten. A parameter that no
+    pass reaches gets no gradient; a returned loss is not overwritten by the next.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1)).double()
@@ -127,7 +127,7 @@ def test_losses_and_gradients_of_each_shape_are_those_of_the_passes(
         found.append((torch.stack(losses), *gradients))
     torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=0)
     assert model.idle.grad is None
-    assert made == [3 + 4, 1 + 2, 1]  # from the second time on
+    assert made == [3 + 4, 1 + 2, 1]  # replayed from the second time on
 
 
 def test_gradients_that_lie_elsewhere_are_recorded_anew(made: Made) -> None:
@@ -136,7 +136,7 @@ def test_gradients_that_lie_elsewhere_are_recorded_anew(made: Made) -> None:
     for _ in range(3):
         graphs(passes_of(model), batch, 1.0)
     model.zero_grad()
-    graphs(passes_of(model), batch, 1.0)  # by itself: there is nothing to add to
+    graphs(passes_of(model), batch, 1.0)  # not replayed: there is no gradient to add to
     once = model.weight.grad.clone()
     graphs(passes_of(model), batch, 1.0)
     assert torch.equal(model.weight.grad, 2 * once)
@@ -153,7 +153,7 @@ def test_there_are_not_too_many(made: Made) -> None:
 
 
 def test_room_is_left_for_the_longest_micro_batch(made: Made) -> None:
-    """10 of 100 are held after one of 8 tokens; 32 tokens would hold 40, more than a third."""
+    """After 8 tokens 10 of 100 bytes are held: 32 tokens would need 40, more than a third."""
     model = nn.Linear(1, 1).double()
     graphs = Graphs(model.parameters(), most_tokens=32)
     for tokens, num_made in ((8, 0), (8, 0), (16, 0), (16, 1), (8, 2)):
@@ -172,7 +172,7 @@ def test_a_run_of_them_is_the_run_without(
     odd_file: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Several micro-batches an update, or one; dropout, clipping; bit for bit."""
+    """Bit for bit, with dropout and clipping; several micro-batches an update, or one."""
     from accel_ft.engine import build
 
     monkeypatch.setattr(build, "make_sparse", lambda model: None)
@@ -198,8 +198,8 @@ def test_a_rollback_records_anew(
     odd_file: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A loss scale that is loaded lies elsewhere than the one that was recorded; of the sick
-    gradients nothing stays.
+    """The restored loss scale is another tensor than the recorded one; nothing of the NaN gradients may
+    remain.
     """
     from accel_ft.engine import build
 
@@ -213,7 +213,7 @@ def test_a_rollback_records_anew(
     def watched_resume(run: Run, folder: Path) -> list[Path]:
         before, run.logits = len(run.graphs.recorded), np.zeros((1, 4), np.float32)
         lost = resume(run, folder)
-        assert run.logits is None  # they were of weights that are rolled back
+        assert run.logits is None  # they are of weights that are rolled back
         seen.append((before, len(run.graphs.recorded), run.graphs.are_used))
         return lost
 
@@ -240,9 +240,9 @@ def test_the_doctor_finds_nothing(
     odd_file: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It writes down the loop's backward passes, of which a graph calls none."""
+    """The doctor records the loop's backward passes; a replay calls none."""
     job = job_words(tiny_model, rows_file, odd_file, tmp_path / "run")
-    doctor([*job, "--max_seq_length", "8"])  # of one width, so that shapes come again
+    doctor([*job, "--max_seq_length", "8"])  # one width, so that shapes repeat
     assert "FAIL" not in capsys.readouterr().out
     assert sum(on_graphs) >= 3
 
@@ -250,8 +250,8 @@ def test_the_doctor_finds_nothing(
 def test_what_a_job_on_one_gpu_gets(
     tiny_model: Path, rows_file: Path, odd_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Room is reckoned for a micro-batch of the longest rows; the key, or a CPU, makes none, nor
-    does a compiler with graphs of its own.
+    """Memory is planned for a micro-batch of the longest rows. There are no graphs with cuda_graphs: false, on
+    a CPU, or with a compiler that records its own.
     """
     words = job_words(tiny_model, rows_file, odd_file, Path("unused"))
     config, tokenizer = parse(TrainConfig, words, "train"), load.load_tokenizer(str(tiny_model))
@@ -285,11 +285,11 @@ def test_which_models_can_be_recorded(tiny_model: Path) -> None:
     model, _ = load.load_for_training(str(tiny_model), config, torch.device("cpu"))
     assert can_record(model)
     layer = model.bert.encoder.layer[0]
-    layer.gradient_checkpointing = True  # dropout's state is kept on the host
+    layer.gradient_checkpointing = True  # its random state is kept on the host
     assert not can_record(model)
     layer.gradient_checkpointing = False
-    model.config._attn_implementation = "flash_attention_2"  # which asks whether there is padding
+    model.config._attn_implementation = "flash_attention_2"  # it asks whether there is padding
     assert not can_record(model)
     model.config._attn_implementation = "sdpa"
-    model.config.model_type = "deberta-v2"  # a constant of each pass comes from the host
+    model.config.model_type = "deberta-v2"  # each pass copies a constant from the host
     assert not can_record(model)

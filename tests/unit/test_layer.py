@@ -1,4 +1,4 @@
-"""A layer in one piece is the layer that transformers computes."""
+"""The fused layer computes what transformers' layer computes."""
 
 import copy
 from functools import partial
@@ -23,7 +23,7 @@ DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "at
 
 
 def layers(kind: str = "bert", p: float = 0.0, seed: int = 0, **settings: Any) -> tuple[Any, Any]:
-    """A layer in one piece, and as its class has it; all of their parameters are random."""
+    """Return a fused layer, and one with its class's forward pass; all of their parameters are random."""
     torch.manual_seed(seed)
     sizes = {
         **SIZES,
@@ -36,14 +36,14 @@ def layers(kind: str = "bert", p: float = 0.0, seed: int = 0, **settings: Any) -
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     norms = [module for module in theirs.modules() if isinstance(module, torch.nn.LayerNorm)]
-    norms[0].eps = 1e-3  # each has one of its own
+    norms[0].eps = 1e-3  # the norms' eps may differ
     ours = copy.deepcopy(theirs).train()
     use_fused_layer(ours)
-    return copy.deepcopy(ours), theirs.train()  # a copy is one of its own
+    return copy.deepcopy(ours), theirs.train()  # a copy must not share modules
 
 
 def given(length: int, kind: str = "row") -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Tokens of two samples, the first a token shorter, and a mask: one row for all, one each."""
+    """Return tokens of two samples, the first a token shorter, and a mask with one row per sample, or per token."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randn(2, length, 24, generator=generator, requires_grad=True)
     mask = torch.zeros(2, 1, length if kind == "rows" else 1, length)
@@ -52,7 +52,7 @@ def given(length: int, kind: str = "row") -> tuple[torch.Tensor, torch.Tensor | 
 
 
 def results(layer: Any, tokens: torch.Tensor, mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """What came out, and the gradients of a sum whose terms all differ."""
+    """Return the output, and the gradients of its weighted sum, with a different weight for each value."""
     tokens = tokens.detach().requires_grad_()
     out = layer(tokens, mask)
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
@@ -76,7 +76,7 @@ def test_output_and_gradients_are_those_of_the_model(model: str, length: int, ki
 @pytest.mark.parametrize("model", ["bert", "distilbert"])
 @pytest.mark.parametrize("length", [24, 64])
 def test_it_errs_no_more_in_bfloat16(model: str, length: int) -> None:
-    """Than what transformers computes under autocast: output and gradients, over ten seeds."""
+    """Errors of output and gradients, over ten seeds, are at most those of transformers under autocast."""
     errors, (tokens, mask) = torch.zeros(2), given(length)
     for seed in range(10):
         ours, theirs = layers(model, seed=seed)
@@ -98,7 +98,7 @@ def test_it_errs_no_more_in_bfloat16(model: str, length: int) -> None:
 def test_rows_are_turned_for_the_products_of_amx(
     dtype: torch.dtype, amx: bool, width: int, turns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same numbers, one row after the other."""
+    """It returns the transpose, contiguous only where that makes AMX's products faster."""
     monkeypatch.setattr(module, "HAS_AMX", amx)
     rows = torch.randn(7, width).to(dtype)
     turned = module._turned(rows)
@@ -109,7 +109,7 @@ def test_rows_are_turned_for_the_products_of_amx(
 @pytest.mark.parametrize("model", ["bert", "distilbert"])
 @pytest.mark.parametrize("length", [7, 40])
 def test_dropout(model: str, length: int) -> None:
-    """The same masks forwards and backwards, scaled; drawn anew each time."""
+    """Forward and backward pass use the same scaled masks; each forward pass draws new ones."""
     ours, theirs = (each.double() for each in layers(model, 0.25))
     (tokens, mask), drawn = given(length), []
 
@@ -136,7 +136,7 @@ def test_dropout(model: str, length: int) -> None:
 
 
 def test_what_is_kept() -> None:
-    """Of a score 3 bytes, of what is between the wide layers 2 x 2; under autocast, with dropout."""
+    """Under autocast, with dropout: 3 bytes per score, 2 x 2 per value between the feed-forward products."""
     (ours, _), (tokens, mask), kept = layers(p=0.1), given(40), []
     with (
         torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
@@ -150,7 +150,7 @@ def test_what_is_kept() -> None:
 @pytest.mark.parametrize("length", [7, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sample_without_a_token(dtype: torch.dtype, length: int) -> None:
-    """The least float32 would be minus infinity in bfloat16, and softmax of nothing else not a number."""
+    """The mask's float32 minimum would be minus infinity in bfloat16, and a softmax of nothing else NaN."""
     ours, _ = layers()
     tokens, _ = given(length)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
@@ -159,7 +159,7 @@ def test_a_sample_without_a_token(dtype: torch.dtype, length: int) -> None:
 
 
 def test_gradient_checkpointing_keeps_no_more_than_it_would() -> None:
-    """transformers does it in the class's forward pass, which this one is not."""
+    """transformers checkpoints in the class's forward pass, which the fused one replaces."""
     kept = []
     for layer in layers():
         layer.gradient_checkpointing = True

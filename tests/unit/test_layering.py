@@ -1,4 +1,4 @@
-"""Imports point one way, downwards."""
+"""Modules import only from their own layer and the layers below."""
 
 import ast
 from pathlib import Path

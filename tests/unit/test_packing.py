@@ -1,4 +1,4 @@
-"""What is not computed of padding is missed by nobody."""
+"""Leaving out padding changes neither logits nor gradients."""
 
 import copy
 from contextlib import nullcontext
@@ -38,8 +38,8 @@ def batch(left: bool = False) -> dict[str, torch.Tensor]:
 
 
 def pair(kind: str, p: float = 0.0) -> tuple[Any, Any, list[int]]:
-    """A model that leaves out padding, the model as it is, and, filled by the former, how many
-    rows each of its layers but the last is given.
+    """Return a model that leaves out padding, the unchanged model, and a list to which the former appends the
+    number of rows that each of its layers but the last gets.
     """
     sizes = {"num_hidden_layers": 4, **({"n_layers": 4} if kind == "distilbert" else {})}
     whole = classifier(kind, **sizes, **dict.fromkeys(DROPOUT, p)).double().train()
@@ -72,15 +72,16 @@ def assert_same(ours: Any, whole: Any, given: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_logits_and_gradients_are_the_same(kind: str, left: bool) -> None:
-    """Padded on the left, the first token, which the classifier reads, is padding itself."""
+    """With padding on the left, the first token, which the classifier reads, is padding."""
     ours, whole, rows = pair(kind)
     assert_same(ours, whole, batch(left))
-    assert rows == [38 if left else 34] * 3  # an even number: that of tokens, and one more at least
+    # The kept tokens and at least one of padding, rounded up to an even number.
+    assert rows == [38 if left else 34] * 3
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_a_layer_that_is_left_to_its_class(odd: int) -> None:
-    """The layers about it leave out padding all the same."""
+    """The layers around it still leave out padding."""
     ours, whole, rows = pair("bert")
     for model in (ours, whole):
         model.bert.encoder.layer[odd].intermediate.intermediate_act_fn = torch.nn.ReLU()
@@ -107,7 +108,7 @@ def test_each_batch_has_its_own() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dropout_draws_for_the_rows_that_are_left(dtype: torch.dtype) -> None:
-    """And two passes from one seed are the same."""
+    """Two passes from the same seed agree."""
     ours, _, _ = pair("bert", 0.2)
     ours, drawn, found = ours.float(), [], []
     real = layers.draw_mask
@@ -130,29 +131,29 @@ def test_dropout_draws_for_the_rows_that_are_left(dtype: torch.dtype) -> None:
 
 
 def of_lengths(*lengths: int, width: int = 8) -> torch.Tensor:
-    """A mask [B, 1, 1, width] that is added to scores."""
+    """Return a mask that is added to scores, [B, 1, 1, width]."""
     is_seen = torch.arange(width) < torch.tensor(lengths)[:, None]
     return torch.zeros(is_seen.shape).masked_fill(~is_seen, LEAST)[:, None, None]
 
 
 def test_where_nothing_is_left_out() -> None:
     assert packing(of_lengths(8, 5, 6, 6), 2) is not None
-    assert packing(of_lengths(8, 8, 8, 7), 2) is None  # a row of padding stays
-    assert packing(of_lengths(8, 0, 1, 1), 2) is None  # who sees nothing sees padding as well
-    assert packing(of_lengths(8, 5, 6, 6).expand(-1, -1, 8, -1), 2) is None  # a row each
+    assert packing(of_lengths(8, 8, 8, 7), 2) is None  # one row of padding is always kept
+    assert packing(of_lengths(8, 0, 1, 1), 2) is None  # a fully masked text attends to padding
+    assert packing(of_lengths(8, 5, 6, 6).expand(-1, -1, 8, -1), 2) is None  # a row per token
     assert packing(None, 2) is None
 
 
 @pytest.mark.parametrize(("length", "rows"), [(1, 17), (15, 248), (16, 272), (100, 1664)])
 def test_few_numbers_of_rows_occur(length: int, rows: int) -> None:
-    """At most SIZES from one to its double."""
+    """At most SIZES, from any number of rows to its double."""
     packed = packing(of_lengths(*[length] * 16, width=128), 2)
     assert packed is not None
     assert len(packed.kept) == rows
 
 
 def test_a_mask_in_16_bits() -> None:
-    """Of float32's least number bfloat16 makes minus infinity."""
+    """float32's minimum becomes minus infinity in bfloat16."""
     packed = packing(of_lengths(8, 1, 1, 1).bfloat16(), 2)
     assert packed is not None
     assert len(packed.kept) == 12
@@ -182,7 +183,7 @@ def test_a_mask_for_all_texts() -> None:
 def test_the_worst_micro_batch_is_measured_whole(
     tiny_model: Path, rows_file: Path, odd_file: Path
 ) -> None:
-    """What `per_device_train_batch_size: auto` finds must hold for texts without padding, too."""
+    """The result of `per_device_train_batch_size: auto` must hold for texts without padding, too."""
     words = job_words(tiny_model, rows_file, odd_file, Path("unused"))
     config, tokenizer = parse(TrainConfig, words, "train"), load_tokenizer(str(tiny_model))
     cpu, split = torch.device("cpu"), load_splits(config, tokenizer).train
