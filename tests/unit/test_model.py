@@ -87,7 +87,7 @@ def test_names_that_lead_nowhere(package: Path, name: str, words: str) -> None:
 
 
 def test_the_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its libraries ask nothing while it is away, and are left as they were."""
+    """Meanwhile libraries are set offline, so that they ask nothing; afterwards they are as they were."""
     offline = []
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -96,7 +96,7 @@ def test_the_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda *_, **__: offline.append(constants.HF_HUB_OFFLINE) or (_ for _ in ()).throw(fault),
     )
     hub_reachable.cache_clear()
-    fault = OSError("no connection")  # as transformers says it
+    fault = OSError("no connection")  # as transformers raises it
     fault.__cause__ = LocalEntryNotFoundError("the disk cache")
     lacks = "the Hub cannot be reached, and the local cache does not have it. (.|\n)*quickstart"
     with pytest.raises(ConfigError, match=lacks):
@@ -104,7 +104,7 @@ def test_the_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (offline, constants.HF_HUB_OFFLINE) == ([True], False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub_reachable.cache_clear()
-    fault = OSError("half a file.")  # the cache has it, in vain
+    fault = OSError("half a file.")  # it is in the cache, but damaged
     with pytest.raises(
         ConfigError, match="is set, and it cannot be loaded from .*: half a file. Fix"
     ):
@@ -117,14 +117,14 @@ def test_the_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("cpu", 512, 0.0, "eager"),
         ("cpu", 513, 0.0, "sdpa"),
-        ("cpu", 513, 0.1, "eager"),  # sdpa keeps them too, then
+        ("cpu", 513, 0.1, "eager"),  # with dropout, sdpa saves them too
         ("cuda", 512, 0.1, "sdpa"),
     ],
 )
 def test_the_attention_path(
     tmp_path: Path, device: str, max_seq_length: int, dropout: float, path: str
 ) -> None:
-    """Eager keeps the square of the length for each head: of long texts, tens of gigabytes."""
+    """Eager attention saves length x length scores for each head: with long texts, tens of gigabytes."""
     folder = make_tiny_model(tmp_path, max_positions=600)
     settings = json.loads((folder / "config.json").read_text())
     settings["attention_probs_dropout_prob"] = dropout
@@ -139,7 +139,7 @@ def test_the_attention_path(
 def without_dropout(
     kind: str, tokenizer: Path, folder: Path, device: str = "cpu", **keys: Any
 ) -> Any:
-    """Return a tiny model without dropout in its attention, as training on a device loads it."""
+    """Return a tiny model without attention dropout, as training on a device loads it."""
     of_t5 = {"d_kv": 8, "dropout_rate": 0.0, "decoder_start_token_id": 0}
     settings = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     settings |= of_t5 if kind == "t5" else {"pad_token_id": 0}
@@ -160,7 +160,7 @@ def test_wide_batches_attend_otherwise(
     kind: str,
     adapters: dict[str, Any],
 ) -> None:
-    """Without dropout in its attention, a CPU's SDPA is faster for wide ones, and keeps no scores."""
+    """On a CPU, without attention dropout, SDPA is faster for wide batches, and saves no scores."""
     model, narrow_only = (
         without_dropout(kind, tiny_model, tmp_path / "model", max_seq_length=length, **adapters)
         for length in (256, 191)
@@ -192,7 +192,7 @@ def test_models_that_attend_in_one_way(
     device: str,
     backend: str,
 ) -> None:
-    """Falcon's layers are of a class for each way; a compiled model would be compiled for both."""
+    """Falcon has a layer class for each implementation; a compiled model would be compiled for both."""
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", backend)
     model = without_dropout(kind, tiny_model, tmp_path / "model", device, max_seq_length=256)
     model(input_ids=torch.full((1, 8), 3))
@@ -200,7 +200,7 @@ def test_models_that_attend_in_one_way(
 
 
 def test_a_folder_of_adapters(tiny_model: Path, tmp_path: Path) -> None:
-    """transformers would load them with all that their configuration says: any module to import, too."""
+    """transformers would load them as their configuration says, which may name any module to import."""
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)
     (model / "adapter_config.json").write_text('{"peft_type": "LORA"}')
@@ -212,7 +212,7 @@ def test_a_folder_of_adapters(tiny_model: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_of_shards(tiny_model: Path, tmp_path: Path) -> None:
-    """A checkpoint of FSDP's: its config.json is there, its weights are in many files."""
+    """An FSDP checkpoint has a config.json, but its weights are in many files."""
     shutil.copyfile(tiny_model / "config.json", tmp_path / "config.json")
     (tmp_path / "pytorch_model_fsdp_0").mkdir()
     with pytest.raises(ConfigError, match=r"holds shards, .*accel_ft\.export"):
@@ -226,7 +226,7 @@ def test_a_folder_without_a_model(tiny_model: Path, tmp_path: Path) -> None:
         resolve(str(tmp_path))
     with pytest.raises(ConfigError, match="a whole model, of a run, or of a checkpoint"):
         resolve(str(tmp_path), "checkpoint")
-    (tmp_path / "adapter_config.json").write_text("{}")  # as peft saves
+    (tmp_path / "adapter_config.json").write_text("{}")  # as peft saves it
     with pytest.raises(ConfigError, match="Fix: merge its adapters .peft's merge_and_unload. a"):
         resolve(str(tmp_path), "checkpoint")
     (tmp_path / "adapter_config.json").unlink()
@@ -259,7 +259,7 @@ def test_positions_by_another_name() -> None:
 
 
 def test_a_folder_without_its_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
-    """transformers makes one of special tokens alone, and every word unknown."""
+    """transformers would make one with special tokens only: every word would be unknown."""
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((tiny_model / name).read_bytes())
     with pytest.raises(ConfigError, match="its vocabulary is empty.*beside config.json"):
@@ -292,11 +292,11 @@ def test_weights_that_are_not_those_of_the_layers(tiny_model: Path, tmp_path: Pa
             (tmp_path / "config.json").write_text(
                 config.replace(f'"vocab_size": {sizes}', f'"vocab_size": {sizes + 9}')
             )
-        elif wrong == "places":  # drawn at random, they would be taken for trained ones
+        elif wrong == "places":  # drawn at random, they would be taken for pretrained
             longer = f'"max_position_embeddings": {places + 9}'
             about = config.replace(f'"max_position_embeddings": {places}', longer)
             (tmp_path / "config.json").write_text(about)
-        else:  # which many an encoder comes without
+        else:  # many encoders come without it
             changed = {name: value for name, value in weights.items() if "pooler" not in name}
         save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
         about = load_model_config(str(tmp_path), id2label=names, label2id={})
@@ -321,7 +321,7 @@ def test_pretrained_weights_that_are_no_numbers(tiny_model: Path, tmp_path: Path
     weights = load_file(tmp_path / "model.safetensors")
     weights["encoder.layer.1.output.dense.bias"][3] = float("inf")
     weights["embeddings.word_embeddings.weight"][3] = float("nan")
-    weights["pooler.dense.weight"][:] = 3e38  # finite, though its sum is not
+    weights["pooler.dense.weight"][:] = 3e38  # finite, though their sum is not
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = load_model_config(str(tmp_path), num_labels=4)
     found = (
@@ -410,7 +410,7 @@ def test_an_index_that_leads_out_of_its_folder(tiny_model: Path, tmp_path: Path,
 def test_a_tokenizer_that_would_take_any_file_for_words(
     tiny_model: Path, tmp_path: Path, name: str
 ) -> None:
-    """/proc/self/environ, say, which would then be saved, and shared, with the model."""
+    """For example /proc/self/environ, which would then be saved, and shared, with the model."""
     shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
     told = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path.parent / "words").touch()
@@ -470,14 +470,14 @@ def test_a_tokenizer_of_more_than_texts(
         ("<s> $A", {"eos": "</s>", "bos": "<s>", "unk": "<unk>"}, "</s>"),
         ("<s> $A </s>", {"eos": "</s>", "bos": "<s>", "unk": "<unk>"}, "<unk>"),
         ("$A </s>", {"eos": "</s>", "bos": "<s>", "unk": "<unk>"}, "<s>"),
-        ("<s> $A </s>", {"eos": "</s>", "bos": "<s>"}, "<s>"),  # not the last, which decides
-        ("<s> $A", {"eos": "<s>", "bos": "<s>", "unk": "<unk>"}, "<s>"),  # the last may be unknown
+        ("<s> $A </s>", {"eos": "</s>", "bos": "<s>"}, "<s>"),  # texts end with </s>
+        ("<s> $A", {"eos": "<s>", "bos": "<s>", "unk": "<unk>"}, "<s>"),  # texts may end with <unk>
     ],
 )
 def test_the_pad_token_of_a_decoder_stands_in_no_text(
     tmp_path: Path, template: str, own: dict[str, str], pad: str
 ) -> None:
-    """The embedding of a pad token gets no gradient: that of each text's first would stay as it is."""
+    """A pad token's embedding gets no gradient: if each text began with that token, it would never be trained."""
     from tokenizers import Tokenizer, models, processors
     from transformers import GPT2Config, PreTrainedTokenizerFast
 
@@ -494,7 +494,7 @@ def test_the_pad_token_of_a_decoder_stands_in_no_text(
 
 
 def test_a_tokenizer_of_a_few_letters(tmp_path: Path) -> None:
-    """It knows no others, nor a token for them, and need not: DNA."""
+    """It knows no other letters, has no unknown token, and needs none: DNA."""
     from tokenizers import Tokenizer, models
     from transformers import BertConfig, PreTrainedTokenizerFast
 
@@ -516,7 +516,7 @@ def test_a_tokenizer_of_tables(tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 def test_weights_that_are_parts_of_one_have_memory_of_their_own(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers cuts them so (Nomic's query, key and value); accelerate saves one of each memory."""
+    """transformers may cut them from one tensor (Nomic's query, key, value): accelerate would save one of them."""
     from transformers import BertForSequenceClassification
 
     whole = BertForSequenceClassification.from_pretrained
@@ -536,7 +536,7 @@ def test_weights_that_are_parts_of_one_have_memory_of_their_own(
 
 
 def test_the_side_of_padding_is_the_models(tiny_model: Path, tmp_path: Path) -> None:
-    """XLNet's head reads the last place, whatever the tokenizer is; others' positions begin at 0."""
+    """Left for XLNet, whose head reads the last position; right for others, whose positions count from the left."""
     shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
     kinds = (("xlnet", "right", "left"), ("xlnet", None, "left"), ("bert", "left", "right"))
     for kind, own, side in kinds:
@@ -570,7 +570,7 @@ def test_kinds_that_want_batches_of_one_length(
 
 
 def test_one_logit_alone_is_a_number(tiny_model: Path) -> None:
-    """Cross-encoders and reward models leave problem_type open; transformers takes them so too."""
+    """Cross-encoders and reward models often set no problem_type; transformers decides in the same way."""
     from accel_ft.checkpoint.open import Classifier
 
     kinds = {n: Classifier("", classifier(tiny_model, n), None, []).problem_type for n in (1, 2)}
@@ -578,12 +578,12 @@ def test_one_logit_alone_is_a_number(tiny_model: Path) -> None:
 
 
 def test_labels_on_a_card() -> None:
-    """They may look like HTML."""
+    """Label names may look like HTML."""
     from accel_ft.runtime.card import model_card
 
     card = model_card(["<b>no</b>", "yes"], {"output_dir": "a"})
     assert "Labels: `<b>no</b>`, `yes`.\n" in card
-    assert "Labels: `a'<img src=x>'`.\n" in model_card(["a`<img src=x>`"], {})  # no end of the code
+    assert "Labels: `a'<img src=x>'`.\n" in model_card(["a`<img src=x>`"], {})  # no backtick
     assert "Labels:" not in model_card(["score"], {"problem_type": "regression"})
 
 
@@ -620,7 +620,7 @@ def test_a_card_names_the_hub_only_for_what_is_there(
     assert "on the validation rows" in card
     cut_off = model_card(["no", "yes"], {"dataset_name": "me/a"}, {"accuracy": 0.5}, "validation")
     assert "type: me/a" in cut_off
-    assert "split:" not in cut_off  # nobody could look it up
+    assert "split:" not in cut_off  # the Hub has none like it
     assert 'model=".", truncation=True)' in card
     many = {"problem_type": "multi_label_classification"}
     tuned = "on the validation rows, on which the thresholds are tuned"
@@ -671,7 +671,7 @@ def test_a_refusal_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_the_commit_is_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Installed into an environment inside somebody's checkout, that one's commit says nothing of us."""
+    """Installed inside another project's checkout: that project's commit says nothing about accel_ft."""
     import subprocess
 
     import accel_ft
@@ -692,7 +692,7 @@ def test_the_commit_is_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def foreign(tiny_model: Path, tmp_path: Path) -> Path:
-    """A classifier of three labels that accel_ft has not made."""
+    """A classifier of three labels, not made by accel_ft."""
     folder = shutil.copytree(tiny_model, tmp_path / "classifier")
     kind = AutoModelForSequenceClassification
     kind.from_pretrained(folder, num_labels=3).save_pretrained(folder)
@@ -726,7 +726,7 @@ def test_thresholds_that_are_not_one_a_label(foreign: Path, thresholds: object) 
     opened = open_classifier(str(foreign), torch.device("cpu"))
     with pytest.raises(ConfigError, match="no list of one number per label. Allowed: 3, for LABEL"):
         _ = opened.thresholds
-    say(foreign, problem_type="single_label_classification")  # then they mean nothing
+    say(foreign, problem_type="single_label_classification")  # they are not used then
     assert open_classifier(str(foreign), torch.device("cpu")).thresholds is None
 
 
@@ -734,13 +734,13 @@ def test_a_classifier_with_a_model_folder_in_it_is_itself(foreign: Path) -> None
     (foreign / "model").mkdir()
     shutil.copy(foreign / "config.json", foreign / "model")
     assert model_folder(str(foreign)) == str(foreign)
-    (foreign / "receipt.json").touch()  # trained in place: the run's own is the one in model/
+    (foreign / "receipt.json").touch()  # now also a run's output_dir: the run's model is in model/
     (foreign / "config.yaml").touch()
     assert model_folder(str(foreign)) == str(foreign / "model")
 
 
 def test_a_config_that_wants_attentions_can_be_saved(foreign: Path, tmp_path: Path) -> None:
-    """SDPA gives none, and transformers refuses to save a config that wants them."""
+    """SDPA returns no attention weights, and transformers refuses to save a config that asks for them."""
     say(foreign, output_attentions=True)
     config = load_model_config(str(foreign))
     config._attn_implementation = "sdpa"

@@ -1,4 +1,4 @@
-"""Loss, metrics, learning rate: against hand arithmetic."""
+"""Loss, metrics and learning rates, compared with arithmetic by hand."""
 
 import math
 import pickle
@@ -31,7 +31,7 @@ from accel_ft.model.optim import layer_depths, make_optimizer, make_scheduler, s
 
 @given(cuts=st.lists(st.integers(0, 12), max_size=4), smoothing=st.sampled_from([0.0, 0.1]))
 def test_loss_of_parts_adds_up_to_the_mean_of_the_whole(cuts: list[int], smoothing: float) -> None:
-    """Any split of a global batch of 12, empty parts included, gives the mean over the 12."""
+    """Any split of a global batch of 12, with empty parts too, gives the mean over the 12."""
     torch.manual_seed(0)
     logits, labels = torch.randn(12, 4), torch.randint(0, 4, (12,))
     whole = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
@@ -52,7 +52,7 @@ def test_filling_has_no_gradient() -> None:
 
 
 def test_class_weights_are_in_the_mean() -> None:
-    """sum(weight x loss) / sum(weight) is what PyTorch's own weighted mean is."""
+    """sum(weight x loss) / sum(weight) equals PyTorch's own weighted mean."""
     torch.manual_seed(0)
     logits, labels, weight = (
         torch.randn(12, 3),
@@ -66,7 +66,7 @@ def test_class_weights_are_in_the_mean() -> None:
 
 
 def test_scores_need_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The home of the Hub's files may be read-only; the library makes one for each metric."""
+    """The Hub's cache may be read-only; the evaluate library makes a folder there for each metric."""
     monkeypatch.setattr("evaluate.config.HF_METRICS_CACHE", "/proc/nowhere")
     assert score(np.eye(2), np.arange(2), ["a", "b"])["accuracy"] == 1.0
 
@@ -92,7 +92,7 @@ def test_scores_by_hand() -> None:
 
 
 def test_a_class_that_does_not_occur_is_no_zero_in_the_mean() -> None:
-    """As scikit-learn has it."""
+    """It is left out of the mean, as in scikit-learn."""
     ids = {"predictions": [0, 1], "references": [0, 1], "num_labels": 4}
     assert Classification(keep_in_memory=True).compute(**ids)["f1_macro"] == 1.0
 
@@ -108,7 +108,7 @@ def test_all_metrics_of_an_evaluation() -> None:
     scores = score(logits, np.array([0, 1, 0]), ["no", "yes"])
     ranked = {"matthews_correlation", "roc_auc"}
     assert set(scores) == {"loss", "accuracy", "f1_macro", "per_class"} | ranked
-    assert scores["roc_auc"] == 0.5  # the row of "yes" lies between the two others
+    assert scores["roc_auc"] == 0.5  # the row of "yes" ranks between the others
     assert scores["per_class"]["yes"] == {
         "precision": 0.5,
         "recall": 1.0,
@@ -119,17 +119,17 @@ def test_all_metrics_of_an_evaluation() -> None:
 
 @pytest.mark.parametrize("kind", ["one label", "several"])
 def test_roc_auc_counts_the_pairs_in_order(kind: str) -> None:
-    """Against all pairs of a row that has the label and one that has not; ties are halves."""
+    """Compared with all pairs of a row with the label and a row without it; a tie counts as half."""
     random = np.random.default_rng(0)
     logits = random.normal(size=(40, 4)).astype(np.float32)
     logits[20:25] = logits[:5]
-    labels: Any = random.integers(0, 3, 40)  # nobody has the fourth
+    labels: Any = random.integers(0, 3, 40)  # no row has the fourth
     has, chances = np.eye(4)[labels], softmax(logits)
     if kind == "several":
         labels = has = (random.random((40, 4)) < [0.3, 0.5, 1.1, 0.2]).astype(np.float32)
         chances = logits
     areas = []
-    for label in {"one label": (0, 1, 2), "several": (0, 1, 3)}[kind]:  # the third: all have it
+    for label in {"one label": (0, 1, 2), "several": (0, 1, 3)}[kind]:  # all rows have the third
         own, other = (chances[has[:, label] == which, label] for which in (1, 0))
         pairs = np.sign(own[:, None].astype(np.float32) - other.astype(np.float32))
         areas.append((pairs.mean() + 1) / 2)
@@ -140,9 +140,9 @@ def test_roc_auc_of_two_labels_is_that_of_either_and_a_half_of_one() -> None:
     logits = np.array([[0.0, 1.0], [0.0, 2.0], [5.0, 5.0], [3.0, 2.0]], np.float32)
     assert roc_auc(logits, np.array([0, 1, 1, 0])) == 3 / 4
     assert roc_auc(logits, np.ones(4, np.int64)) == 0.5
-    same = np.array([[0.0, 1.0], [1000.0, 1001.0]], np.float32)  # to rounding
+    same = np.array([[0.0, 1.0], [1000.0, 1001.0]], np.float32)  # up to rounding
     assert roc_auc(same, np.array([0, 1])) == 0.5
-    sure = np.array([[0, 40], [0, 45], [0, 39], [0, 60], [0, 50]], np.float32)  # all of the second
+    sure = np.array([[0, 40], [0, 45], [0, 39], [0, 60], [0, 50]], np.float32)  # all predict 1
     assert roc_auc(sure, np.array([0, 1, 0, 1, 1])) == 1.0
     far = np.array([[0, 800], [0, 900], [0, 1000], [800, 0]], np.float32)
     assert roc_auc(far, np.array([0, 1, 1, 0])) == 1.0
@@ -150,11 +150,11 @@ def test_roc_auc_of_two_labels_is_that_of_either_and_a_half_of_one() -> None:
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e3])
 def test_log_odds_are_exact_also_where_logits_are_almost_equal_or_far_apart(scale: float) -> None:
-    """Against 40 digits: float64's end at gaps of 745, float32's tie what is not."""
+    """Compared with 40 digits: float64 probabilities underflow at gaps of 745, float32 ones make false ties."""
     from decimal import Decimal, localcontext
 
     logits = (scale * np.random.default_rng(0).normal(size=(30, 4))).astype(np.float32)
-    logits[:5, 1] = logits[:5].max(axis=1)  # two are the best
+    logits[:5, 1] = logits[:5].max(axis=1)  # two logits share the maximum
     with localcontext(prec=40):
         powers = [[Decimal(float(logit)).exp() for logit in row] for row in logits]
         exact = [
@@ -211,12 +211,12 @@ def test_learning_rate_scaling() -> None:
 
 
 def test_a_micro_batch_larger_than_the_update_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """Who comes from the Trainer takes per_device_train_batch_size for what decides the batch."""
+    """To users of the Trainer, per_device_train_batch_size is what decides the batch size of an update."""
     config = TrainConfig(per_device_train_batch_size=64)
     assert _resolve_batch(config, 2, 1000)[0].global_batch_size == 32
     assert "has only 16 per rank. Fix, in a new run: --global_batch_size 128" in caplog.text
     caplog.clear()
-    for size, ranks in ((32, 2), (16, 2), (11, 3)):  # the first is what it is when it is not set
+    for size, ranks in ((32, 2), (16, 2), (11, 3)):  # 32 is the default
         config = TrainConfig(per_device_train_batch_size=size)
         assert _resolve_batch(config, ranks, 1000)[1] == 1
     assert not caplog.text
@@ -232,7 +232,7 @@ def test_biases_and_norms_are_not_decayed() -> None:
 
 
 def test_groups_of_models_with_tables_behind_their_layers() -> None:
-    """DeBERTa-v2's positions, MPNet's biases of two dimensions: read by all layers, from below."""
+    """All layers read DeBERTa-v2's positions and MPNet's two-dimensional biases: they count as embeddings."""
     from transformers import AutoModelForSequenceClassification as Auto
     from transformers import DebertaV2Config, MPNetConfig
 
@@ -252,7 +252,7 @@ def test_groups_of_models_with_tables_behind_their_layers() -> None:
 
 
 def test_depth_is_not_the_place_where_a_layer_is_declared() -> None:
-    """A last norm before the layers, or behind them, and norms of embeddings behind an encoder's layers."""
+    """Last norms are declared before the layers or after them, norms of embeddings after an encoder's layers."""
     from transformers import AutoModelForSequenceClassification as Auto
     from transformers import BartConfig, OPTConfig, XLMRobertaXLConfig
 
@@ -272,7 +272,7 @@ def test_depth_is_not_the_place_where_a_layer_is_declared() -> None:
 
 @pytest.mark.parametrize("num_steps", [1, 2])
 def test_a_share_of_warmup_leaves_an_update(num_steps: int) -> None:
-    """At the first update of a warm-up the learning rate is 0."""
+    """The first update of a warm-up has a learning rate of 0: a later one must have the full rate."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     scheduler = make_scheduler(TrainConfig(warmup_steps=0.9), optimizer, num_steps)
     rates = [scheduler.get_last_lr()[0]]
@@ -285,7 +285,7 @@ def test_a_share_of_warmup_leaves_an_update(num_steps: int) -> None:
 
 @pytest.mark.parametrize(("warmup", "peak_at"), [(0.2, 2), (0.14, 2), (4, 4)])
 def test_schedule_counts_updates(warmup: float, peak_at: int) -> None:
-    """Linear: up to the peak in the warm-up, down to 0 at the last of 10 updates."""
+    """Linear: up to the peak during warm-up, then down to 0 after the last of 10 updates."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = make_scheduler(TrainConfig(warmup_steps=warmup), optimizer, 10)
     rates = []
