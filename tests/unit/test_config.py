@@ -61,7 +61,7 @@ def test_file_sets_and_word_overrides(tmp_path: Path) -> None:
     assert train_config("--config", write(tmp_path, "report_to: [html]\n")).report_to == ("html",)
 
 
-def test_values_of_yaml_that_are_none(tmp_path: Path) -> None:
+def test_invalid_values_in_yaml(tmp_path: Path) -> None:
     assert "class_weights" in fault("--config", write(tmp_path, "class_weights: [1, yes, 3, 4]\n"))
     assert "true given" in fault("--config", write(tmp_path, "class_weights: [1, yes, 3, 4]\n"))
     for key in ("output_dir", "reproduce", "model_name_or_path"):
@@ -519,7 +519,7 @@ def test_what_is_no_path_is_told_in_a_line() -> None:
         checked(TrainConfig, {"train_file": frame})
 
 
-def test_numbers_that_are_none_are_told_in_few_words(tmp_path: Path) -> None:
+def test_invalid_numbers_get_a_short_message(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("logging_steps: 0.5\n")  # a share, as the Trainer accepts it
     assert "line 1): is not a whole number. Allowed: INT" in fault("--config", str(file))

@@ -143,7 +143,7 @@ def test_it_is_traced_for_any_number_of_rows(path: str) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_what_shares_lose_to_dropout_is_lost_to_the_bias_too(
+def test_dropped_probabilities_drop_the_value_bias_too(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Dropout is patched to drop the same places of the last dimension, for one query as for all."""
@@ -176,7 +176,7 @@ def test_attention_that_drops_everything() -> None:
     assert model(**inputs(True)).logits.isfinite().all()
 
 
-def test_who_asks_for_weights_gets_them() -> None:
+def test_attention_weights_are_returned_on_request() -> None:
     model = classifier("bert").eval()
     compute_first_token_only(model)
     for asked in ({"output_attentions": True}, {}):
@@ -223,7 +223,7 @@ def test_the_last_layers_dropout_is_on_in_training_alone(which: str, path: str) 
 
 
 @pytest.mark.parametrize("path", ["eager", "sdpa"])
-def test_so_is_the_attentions_dropout_of_the_others(path: str) -> None:
+def test_other_layers_attention_dropout_is_on_in_training_alone(path: str) -> None:
     model = classifier("bert", path, **dict.fromkeys(DROPOUT[:2], 0.0) | {DROPOUT[1]: 0.5})
     compute_first_token_only(model)
     model.bert.encoder.layer[1].attention.self.dropout.p = 0.0
@@ -232,7 +232,7 @@ def test_so_is_the_attentions_dropout_of_the_others(path: str) -> None:
         assert torch.equal(*[model(**inputs(True)).logits for _ in range(2)]) != training
 
 
-def test_training_and_inference_do_so(tiny_model: Path, tmp_path: Path) -> None:
+def test_training_and_inference_cut_the_last_layer(tiny_model: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tiny_model))
     config = TrainConfig(model_name_or_path=str(tiny_model))
     trained, _ = plain_model(config, torch.device("cpu"), ["a", "b"], tokenizer)
@@ -307,7 +307,7 @@ def test_query_key_and_value_are_one_product() -> None:
 
 
 @pytest.mark.parametrize("path", ["eager", "sdpa"])
-def test_it_is_written_and_read_as_any_object(path: str) -> None:
+def test_it_can_be_pickled(path: str) -> None:
     model = classifier("bert", path).eval()
     compute_first_token_only(model)
     copied = pickle.loads(pickle.dumps(model))

@@ -163,7 +163,7 @@ def test_room_is_left_for_the_longest_micro_batch(made: Made) -> None:
 
 @pytest.mark.parametrize("at_once", ["4", "8"])
 @pytest.mark.usefixtures("made")
-def test_a_run_of_them_is_the_run_without(
+def test_a_run_with_graphs_is_the_run_without(
     request: pytest.FixtureRequest,
     at_once: str,
     tmp_path: Path,

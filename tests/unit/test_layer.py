@@ -135,7 +135,7 @@ def test_dropout(model: str, length: int) -> None:
     assert torch.equal(ours(tokens.double(), mask), ours(tokens.double(), mask))
 
 
-def test_what_is_kept() -> None:
+def test_bytes_saved_for_the_backward_pass() -> None:
     """Under autocast, with dropout: 3 bytes per score, 2 x 2 per value between the feed-forward products."""
     (ours, _), (tokens, mask), kept = layers(p=0.1), given(40), []
     with (

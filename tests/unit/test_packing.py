@@ -98,7 +98,7 @@ def test_gradient_checkpointing() -> None:
     assert rows == [34] * 6
 
 
-def test_each_batch_has_its_own() -> None:
+def test_each_batch_has_its_own_packing() -> None:
     ours, whole, _ = pair("bert")
     for left in (False, True, False):
         assert_same(ours, whole, batch(left))
