@@ -756,6 +756,7 @@ def test_batches_of_few_widths_where_each_is_compiled(
     odd_file: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """With static shapes each width costs a compilation: padding allows only a few."""
     seen = []
 
     def padding(*given: Any) -> None:

@@ -422,6 +422,7 @@ def test_a_config_beside_a_hub_id_is_not_taken(
 
 
 def test_updates_of_a_fraction_of_an_epoch() -> None:
+    """In floating point 0.07 x 100 exceeds 7: that must not add an update."""
     assert 0.07 * 100 > 7
     assert train_config("--num_train_epochs", "0.07").updates(100) == 7
     assert train_config("--num_train_epochs", "0.071").updates(100) == 8

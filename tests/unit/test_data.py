@@ -60,7 +60,7 @@ def splits_of(tokenizer, *words: str) -> Splits:
 
 
 def test_ranks_wait_a_day_for_a_slow_one() -> None:
-    """In evaluate and predict, one may wait for standard input; training has its own watch."""
+    """In evaluate and predict a rank may wait for standard input; training has its own watch."""
     assert make_accelerator().init_handler.timeout == timedelta(days=1)
 
 
@@ -813,7 +813,7 @@ def test_a_label_that_no_training_row_has_is_told(
             f"labels without a training row, which cannot be learnt: {name}" for name in missing
         ]
         assert [m for m in caplog.messages if "without a training row" in m] == told
-    assert not missing  # from all 8 rows
+    assert not missing  # none is missing from all 8 rows
 
 
 def test_an_end_token_among_the_pieces_of_a_text() -> None:

@@ -190,8 +190,8 @@ def test_attention_weights_are_returned_on_request() -> None:
 def test_in_bfloat16_gradients_are_no_further_from_the_truth(
     kind: str, path: str, most: float
 ) -> None:
-    """Errors against float64, over forty seeds, are at most 5 % above those of the unchanged model; 10 % above
-    SDPA's, whose kernel rounds attention probabilities later than the last layer here does.
+    """Errors against float64, over forty seeds, are at most 5 % above those of the unchanged model (10 % with SDPA,
+    whose kernel rounds attention probabilities later than the last layer here does).
     """
     errors = torch.zeros(2)
     for seed in range(40):
@@ -213,7 +213,7 @@ def test_in_bfloat16_gradients_are_no_further_from_the_truth(
 @pytest.mark.parametrize("path", ["eager", "sdpa"])
 @pytest.mark.parametrize("which", DROPOUT[:2])
 def test_the_last_layers_dropout_is_on_in_training_alone(which: str, path: str) -> None:
-    """Hidden and attention dropout each change the logits in training."""
+    """Hidden and attention dropout each change the logits, in training only."""
     model = classifier("bert", path, **{**dict.fromkeys(DROPOUT[:2], 0.0), which: 0.5}).eval()
     compute_first_token_only(model)
     for training in (True, False):

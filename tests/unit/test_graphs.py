@@ -131,6 +131,7 @@ def test_losses_and_gradients_of_each_shape_are_those_of_the_passes(
 
 
 def test_gradients_that_lie_elsewhere_are_recorded_anew(made: Made) -> None:
+    """Graphs write to the gradients they were recorded with: if these are replaced, shapes are recorded again."""
     model = nn.Linear(1, 1).double()
     graphs, batch = Graphs(model.parameters()), batch_of(4, 8)
     for _ in range(3):
@@ -144,6 +145,7 @@ def test_gradients_that_lie_elsewhere_are_recorded_anew(made: Made) -> None:
 
 
 def test_there_are_not_too_many(made: Made) -> None:
+    """At most MOST shapes are recorded."""
     model = nn.Linear(1, 1).double()
     graphs = Graphs(model.parameters())
     for tokens in range(MOST + 3):

@@ -243,6 +243,7 @@ def test_more_tokens_than_positions(tiny_model: Path) -> None:
 
 
 def test_positions_behind_the_pad_token() -> None:
+    """RoBERTa counts positions from its pad token's id + 1, which is 2: two of 514 are never used."""
     from transformers import BertConfig, RobertaConfig
 
     unlimited = SimpleNamespace(model_max_length=10**30)

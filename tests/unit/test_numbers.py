@@ -44,6 +44,7 @@ def test_loss_of_parts_adds_up_to_the_mean_of_the_whole(cuts: list[int], smoothi
 
 
 def test_filling_has_no_gradient() -> None:
+    """A filler sample has the weight 0."""
     logits = torch.randn(2, 3, requires_grad=True)
     weighted_loss(logits, torch.tensor([0, 1]), torch.tensor([1.0, 0.0]), 0.0).backward()
     assert logits.grad is not None
