@@ -17,15 +17,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-# Before any library reads them: a cache of our own, and no thought of the Hub.
+# Before any library reads them: a cache of the tests' own, and no access to the Hub.
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="accel_ft-tests-")
 atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 os.environ["HF_HUB_OFFLINE"] = "1"
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")  # for test_gpu.py
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what needs no GPU runs without one everywhere
-os.environ["OMP_NUM_THREADS"] = "1"  # the model is tiny: more threads only wait for each other
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's `&` leaves ignored
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as `nohup` does
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests without a GPU run alike on every machine
+os.environ["OMP_NUM_THREADS"] = "1"  # with so tiny a model, more threads only wait for each other
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` ignores it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # so does `nohup`
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ FILLING = "the a of in to on with from after says new two more for and".split()
 
 @pytest.fixture(autouse=True)
 def _heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """caplog hears the package's messages, after a run has set its own handler too, or a doctor its level."""
+    """Let caplog see the package's messages, even after a run set its own handler or a doctor its level."""
     monkeypatch.setattr(logging.getLogger("accel_ft"), "propagate", True)
     logging.getLogger("accel_ft").setLevel(logging.INFO)
 
@@ -70,7 +70,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_tiny_model(folder: Path, max_positions: int = 64, hidden_size: int = 32) -> Path:
-    """Write the tiny model."""
+    """Write the tiny model and its tokenizer; return the folder."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
@@ -133,14 +133,14 @@ def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def odd_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """21 rows to evaluate on."""
+    """21 rows for evaluation."""
     return write_rows(tmp_path_factory.mktemp("rows") / "validation.csv", 21, seed=1)
 
 
 def run(
     *words: object, seconds: float = 240, check: bool = True, **kwargs
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command from the repository's root, in a time limit; show what it printed when it fails."""
+    """Run a command in the repository's root, within a time limit; if it fails, show its output."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | kwargs.pop(
         "env", {}
     )
@@ -162,14 +162,14 @@ def run(
 
 
 def story(command: list[str], code: int | None, stdout: str, stderr: str) -> str:
-    """What a command said that ended, and its ranks' logs."""
+    """Return an ended command's output and the ends of its ranks' logs."""
     logs = [Path(log) for log in set(re.findall("Its log: (.+)", stderr))]
     crash = "\n".join(log.read_text()[-4000:] for log in logs if log.is_file())
     return f"{command} ended with {code}\n{stdout[-4000:]}\n{stderr[-8000:]}\n{crash}"
 
 
 def launch(config_file: str | None, *words: object, **kwargs) -> subprocess.CompletedProcess[str]:
-    """`accelerate launch --config_file accelerate_configs/...`, or without one."""
+    """Run `accelerate launch`, with a config file from accelerate_configs/, another one, or none."""
     config = []
     if config_file is not None:
         path = config_file if "/" in config_file else f"accelerate_configs/{config_file}"
@@ -178,7 +178,7 @@ def launch(config_file: str | None, *words: object, **kwargs) -> subprocess.Comp
 
 
 def job_words(model: Path, train_file: Path, eval_file: Path, output_dir: Path) -> list[str]:
-    """A small job with dropout, shuffling and accumulation: 12 updates of 2 x 4 rows on one process."""
+    """Arguments of a small job with dropout and shuffling: 12 updates; on one process, of 2 micro-batches of 4 rows."""
     values = {
         "model_name_or_path": model,
         "train_file": train_file,
@@ -205,12 +205,12 @@ def events_of(output_dir: Path) -> list[dict]:
 
 
 def untimed_verdicts(findings: Iterable[dict[str, Any]]) -> set[str]:
-    """Verdicts of the doctor, without what it timed: a busy machine's batches of 3 ms may take longer to come."""
+    """Verdicts of the doctor except the loader's: on a busy machine, batches of 3 ms may be late."""
     return {finding["verdict"] for finding in findings if finding["check"] != "loader"}
 
 
 def run_hash(output_dir: Path) -> dict[str, object]:
-    """What must be bit-identical: final weights, optimizer state, and every logged value but the speeds."""
+    """What must be bit-identical: final weights, optimizer state, and every logged value except speeds, times, padding and memory."""
     timed = (
         "samples_per_second",
         "tokens_per_second",
@@ -245,7 +245,7 @@ def words(tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path) -> 
 
 
 def cut_off(folder: Path, step: int) -> None:
-    """Leave of a finished run what a kill after update `step` would have."""
+    """Reduce a finished run to what a kill after update `step` would leave."""
     from accel_ft.checkpoint import transaction
 
     for number, path in transaction.list_published(folder / "checkpoints"):
@@ -260,7 +260,7 @@ LATEST = ["--resume_from_checkpoint", "latest"]
 
 
 def stopped_at(step: int, words: list[str]) -> None:
-    """Train until an update fails."""
+    """Train until an exception after update `step`."""
     from accel_ft import train
     from accel_ft.engine.run import Run
 

@@ -20,7 +20,7 @@ from tqdm.std import TqdmDefaultWriteLock
 
 from accel_ft.errors import run_command
 
-# A lock that forked processes share stays locked for all when one is killed with it in hand.
+# If a process is killed while it holds a lock shared by forked processes, all others block.
 TqdmDefaultWriteLock.mp_lock = None
 tqdm.monitor_interval = 0
 
@@ -33,10 +33,10 @@ class Ranks:
 
     Args:
         act: what each does, as a command.
-        num_ranks: N.
-        log: what the ranks print.
+        num_ranks: how many.
+        log: file for the output of the ranks.
         before: called in each rank, with its number, before it starts.
-        is_group: whether they find each other as torchrun's ranks do; default: where they are several.
+        is_group: whether they get torchrun's variables for a rendezvous; default: if there are several.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Ranks:
         is_group: bool | None = None,
     ) -> None:
         self.started = time.monotonic()
-        # Held, not listening: the system gives it to nobody, and rank 0 may listen there.
+        # Bound but not listening: the port is given to nobody else, and rank 0 may listen on it.
         self.place = socket.socket()
         self.place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.place.bind(("127.0.0.1", 0))
@@ -98,7 +98,7 @@ class Ranks:
 
 
 def end_with_parent() -> None:
-    """Have this process killed as the one ends that started it."""
+    """Make the kernel kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -141,7 +141,7 @@ def _be_rank(
 
 
 def import_what_ranks_import() -> None:
-    """Import here what the last rank that ended well had imported, so that later ones have it from the start."""
+    """Import what the last successful rank 0 had imported, so that later ranks start with it."""
     for name in IMPORTED.read_text().splitlines():
         if name.split(".")[0] not in ("__main__", "__mp_main__"):
             with contextlib.suppress(Exception):

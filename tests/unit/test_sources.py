@@ -45,7 +45,7 @@ def test_cells_stay_what_they_are(tmp_path: Path) -> None:
     assert [place for place, _, _ in read][7:9] == [
         "line 9",
         "line 11",
-    ]  # after the text of two lines
+    ]  # the text before it has two lines
 
 
 def test_every_format_reads_the_same(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_rows_after_a_broken_one_are_read_too(tmp_path: Path) -> None:
     assert "line 2: the row that starts here: " in message
     assert "line 3: 1 fields" in message
     assert "line 5: 3 fields" in message
-    message = fault(tmp_path, "b.csv", b"text,label\nx\na\0,1\n")  # where reading ends
+    message = fault(tmp_path, "b.csv", b"text,label\nx\na\0,1\n")  # reading stops at a NUL
     assert "line 2: 1 fields" in message
     assert "line 3: holds a NUL" in message
     message = fault(tmp_path, "c.csv", "text,label\na\rb,1\n")
@@ -183,7 +183,7 @@ def test_parquet_that_python_cannot_hold(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": texts, "label": texts, "at": far}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match="cannot be read as parquet"):
         rows(tmp_path / "a.parquet")
-    found = file_source(tmp_path / "a.parquet", used_columns(DataConfig()))  # a job reads its own
+    found = file_source(tmp_path / "a.parquet", used_columns(DataConfig()))  # as a job reads
     assert list(found.rows(DataConfig())) == [("row 1", "a", "a")]
     config = DataConfig(text_column="txt", label_column="lab")
     with pytest.raises(DataError, match=r"Did you mean `text`\? Allowed: text, label, at"):
@@ -202,7 +202,7 @@ def test_half_a_character_in_a_label(tmp_path: Path) -> None:
 
 
 def test_another_delimiter_is_the_one_cause(tmp_path: Path) -> None:
-    """Not a fault of each row, which has as many columns as it has commas."""
+    """It is reported once, not as a fault of every row with commas in it."""
     path = tmp_path / "a.csv"
     path.write_text("text;label\na, b;x\nc, d, e;y\n")
     with pytest.raises(DataError) as caught:
@@ -222,7 +222,7 @@ def test_semicolons_are_told_before_the_quotes_that_they_hide(tmp_path: Path) ->
 
 @pytest.mark.parametrize("header", ["my text", "text | title", '"text; or a part"', "text?;"])
 def test_one_column_alone(tmp_path: Path, header: str) -> None:
-    """Its name may have any sign: nothing is missing."""
+    """Its name may contain any character: no other column is missing."""
     path = write(tmp_path, "a.csv", f"{header}\na goal\n")
     assert list(read_records(str(path), "csv")) == [("line 2", {header.strip('"'): "a goal"})]
 
@@ -238,7 +238,7 @@ def test_one_data_set_from_save_to_disk(tmp_path: Path) -> None:
 
 
 def test_what_save_to_disk_left_is_what_it_saved(tmp_path: Path) -> None:
-    """Beside it lie caches of `map`, and shards of an earlier save; its splits have any names."""
+    """Its splits may have any names; `map` caches and shards of an earlier save beside it are ignored."""
     import datasets
 
     def rows(*texts: str) -> datasets.Dataset:
@@ -252,7 +252,7 @@ def test_what_save_to_disk_left_is_what_it_saved(tmp_path: Path) -> None:
     splits["train"] = rows("g", "h")
     datasets.DatasetDict(splits).save_to_disk(folder)
     datasets.load_from_disk(folder).map(lambda row: {"text": row["text"] * 2})
-    assert len(list(folder.glob("train/*.arrow"))) > 2  # stale, and a cache
+    assert len(list(folder.glob("train/*.arrow"))) > 2  # stale shards, and a cache
     config = DataConfig(dataset_name=str(folder), test_split_name="holdout")
     found = hub_sources(config, str(folder))
     texts = {name: [text for _, text, _ in each.rows(config)] for name, each in found.items()}
@@ -260,7 +260,7 @@ def test_what_save_to_disk_left_is_what_it_saved(tmp_path: Path) -> None:
 
 
 def test_a_data_set_is_known_by_its_content(tmp_path: Path) -> None:
-    """`datasets` knows it by the code that made it, which may have read other files since."""
+    """Not by the fingerprint of `datasets`: that hashes the code, which may have read other files since."""
     import datasets
     import pyarrow as pa
 
@@ -283,7 +283,7 @@ def test_a_data_set_is_known_by_its_content(tmp_path: Path) -> None:
 
     hidden = pa.Array.from_buffers(
         pa.int64(), 4, [pa.py_buffer(b"\x0d"), pa.py_buffer(np.array([9, 8, 7, 6]).tobytes())]
-    )  # the second is null
+    )  # the second value, 8, is null
     assert hidden.to_pylist() == [9, None, 7, 6]
     alike = {
         hashed(pa.array([9, None, 7, 6])), hashed(hidden), hashed(hidden, saves=True),
@@ -306,7 +306,7 @@ def test_numbers_whose_squares_fit(tmp_path: Path) -> None:
 
 
 def test_after_a_fault_no_row_is_yielded(tmp_path: Path) -> None:
-    """They would be tokenised for nothing."""
+    """Later rows would be tokenised for nothing."""
     file = tmp_path / "rows.csv"
     file.write_text("text,label\n" + "a,x\n" + "b\n" + "c,x\n" * 5)
     rows = file_source(file).rows(TrainConfig(train_file=file))
@@ -359,20 +359,20 @@ def test_plain_lines(tmp_path: Path) -> None:
 
 
 def test_a_dataset_folder_with_named_labels(tmp_path: Path) -> None:
-    """`datasets` reads a folder as it reads the Hub: the same code, without the network."""
+    """`datasets` reads a local folder by the same code as the Hub, without the network."""
     import datasets
 
     features = datasets.Features(
         {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])}
     )
     (tmp_path / "data").mkdir()
-    labels = {"train": [-1, 1, -1], "validation": [-1, -1, -1], "test": [0, 0, 0]}  # -1: kept back
+    labels = {"train": [-1, 1, -1], "validation": [-1, -1, -1], "test": [0, 0, 0]}  # -1: withheld
     for split, each in labels.items():
         rows = datasets.Dataset.from_dict(
             {"text": ["x", "a", "y"], "label": each}, features=features
         )
         rows.to_parquet(tmp_path / "data" / f"{split}.parquet")
-    of_test = DataConfig(dataset_name="x", validation_split_name="test")  # then no test rows too
+    of_test = DataConfig(dataset_name="x", validation_split_name="test")  # not for test too
     assert list(hub_sources(of_test, str(tmp_path / "data"))) == ["train", "validation"]
     sources = hub_sources(DataConfig(), str(tmp_path / "data"))
     assert list(sources) == ["train", "test"]
@@ -389,7 +389,7 @@ def test_a_dataset_folder_with_named_labels(tmp_path: Path) -> None:
 
 
 def test_named_numbers_of_a_regression(tmp_path: Path) -> None:
-    """A star each is what the name says, not the place of the name."""
+    """The label of a class named "3" is the number 3.0, not the class's index."""
     import datasets
 
     def numbers(*names: str) -> list[str]:
@@ -410,7 +410,7 @@ def test_named_numbers_of_a_regression(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["names", "int64", "float64", "lists"])
 def test_rows_without_a_label_keep_the_numbers_of_the_others(tmp_path: Path, kind: str) -> None:
-    """Null is no label whatever the column's type; what is told of a row is told by its own number."""
+    """Null is no label, whatever the column's type; rows are numbered as in the data set, counting those without one."""
     import datasets
 
     names = datasets.ClassLabel(names=["no", "yes"])
@@ -427,7 +427,7 @@ def test_rows_without_a_label_keep_the_numbers_of_the_others(tmp_path: Path, kin
 
 
 def test_only_the_columns_in_use_are_read(tmp_path: Path) -> None:
-    """Sound needs a package that decodes it; who reads the transcription does not."""
+    """An audio column needs a decoder package; a job that reads only the transcription does not."""
     import datasets
     import pyarrow.parquet
 
@@ -451,7 +451,7 @@ def test_only_the_columns_in_use_are_read(tmp_path: Path) -> None:
 
 
 def test_cells_of_several_kinds_in_a_data_set(tmp_path: Path) -> None:
-    """`datasets` keeps such a column as JSON text, and decodes it."""
+    """`datasets` stores such a column as JSON text and decodes it."""
     if not hasattr(pytest.importorskip("datasets"), "Json"):
         pytest.skip("this version of datasets refuses them")
     rows = [{"text": "a", "label": 1}, {"text": "b", "label": "two"}]
@@ -493,7 +493,7 @@ def test_why_a_data_set_cannot_be_read_is_told(tmp_path: Path) -> None:
 
 
 def test_a_dataset_of_several_configurations(tmp_path: Path) -> None:
-    """As GLUE: named, scores in place of classes, those of the test rows kept back."""
+    """As in GLUE: the configuration must be named, labels are scores, and those of the test split are withheld."""
     import datasets
 
     listed = []
@@ -518,7 +518,7 @@ def test_a_dataset_of_several_configurations(tmp_path: Path) -> None:
 
 
 def test_splits_of_other_names(tmp_path: Path) -> None:
-    """As MNLI's."""
+    """As in MNLI."""
     import datasets
 
     (tmp_path / "data").mkdir()

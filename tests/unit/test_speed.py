@@ -1,4 +1,4 @@
-"""What makes a step faster must not change what it computes."""
+"""Faster code for a training step must not change what it computes."""
 
 import os
 import platform
@@ -24,7 +24,7 @@ from accel_ft.runtime import memory
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_dropout_is_dropout(p: float, dtype: torch.dtype) -> None:
-    """The share of zeros, the value of the rest, the mean, and the same mask for the gradient."""
+    """The share of zeros, the scale and mean of the rest, and the same mask in the backward pass."""
     torch.manual_seed(0)
     values = torch.ones(1001, 999, dtype=dtype, requires_grad=True)
     out = fast.dropout(values, p, True)
@@ -36,14 +36,14 @@ def test_dropout_is_dropout(p: float, dtype: torch.dtype) -> None:
     assert torch.equal(values.grad, out.detach())
     if dtype == torch.float32:
         assert out.mean().item() == pytest.approx(1.0, abs=0.01)
-    for axis in (0, 1):  # no row or column is favoured: 6 standard deviations
+    for axis in (0, 1):  # no row or column is favoured: within 6 standard deviations
         shares = kept.float().mean(axis)
         assert (shares - (1 - dropped)).abs().max() < 6 * (p * (1 - p) / 999) ** 0.5
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.3, 255 / 256])
 def test_the_probability_is_rounded_up_or_down_and_right_on_average(p: float) -> None:
-    """To 256ths; and what is kept is scaled by the rounded one."""
+    """It is a multiple of 1/256, and kept elements are scaled for the rounded value."""
     torch.manual_seed(0)
     dropped = []
     for _ in range(3000):
@@ -57,7 +57,7 @@ def test_the_probability_is_rounded_up_or_down_and_right_on_average(p: float) ->
 
 
 def test_a_second_derivative_of_dropout_is_refused() -> None:
-    """Its bits have no graph."""
+    """Its backward pass multiplies bits as integers, which autograd does not record."""
     values = torch.ones(99, requires_grad=True)
     out = fast.dropout(values * values, 0.1, True).square().sum()
     (first,) = torch.autograd.grad(out, values, create_graph=True)
@@ -73,7 +73,7 @@ def test_a_byte_of_each_element_is_kept_for_the_backward_pass() -> None:
 
 
 def test_neighbours_are_dropped_independently() -> None:
-    """The eight elements of one draw, and the next draw: no pair says anything of the other."""
+    """Elements of the same 64-bit draw, eight bytes, and of different draws are uncorrelated."""
     torch.manual_seed(0)
     kept = (fast.dropout(torch.ones(4_000_000), 0.5, True) != 0).float() * 2 - 1
     for distance in (1, 2, 3, 4, 5, 8, 64):
@@ -103,7 +103,7 @@ def test_what_is_left_to_torch() -> None:
 def test_layers_and_attention_use_it_while_it_lasts(
     tiny_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of the 2 layers of a BERT drops attention weights and two outputs; embeddings and head one each."""
+    """In a BERT each of the 2 layers drops attention weights and two outputs; embeddings and head drop one each."""
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(
@@ -119,7 +119,7 @@ def test_layers_and_attention_use_it_while_it_lasts(
     assert F.dropout is torch_dropout
     with fast.on_cpu(torch.device("meta")):
         assert F.dropout is torch_dropout
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")  # dynamo cannot trace it
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")  # dynamo cannot trace ours
     with fast.on_cpu(torch.device("cpu")):
         assert F.dropout is torch_dropout
 
@@ -130,7 +130,7 @@ def test_clipping_in_the_step_is_clipping(max_norm: float, bias: bool) -> None:
     torch.manual_seed(0)
     ours, theirs = nn.Linear(30, 20, bias), nn.Linear(30, 20, bias)
     theirs.load_state_dict(ours.state_dict())
-    # With so large an epsilon a step heeds its gradient's size, and enlarges no rounding.
+    # With a large epsilon a step depends on the gradient's size and does not amplify rounding.
     a, b = (
         torch.optim.AdamW(model.parameters(), lr=0.1, eps=1.0, fused=True)
         for model in (ours, theirs)
@@ -151,7 +151,7 @@ def test_clipping_in_the_step_is_clipping(max_norm: float, bias: bool) -> None:
 
 
 class Reader(nn.Module):
-    """Word embedding (0 pads), position embedding, head."""
+    """Word embedding, position embedding, head."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def test_the_norm_of_no_gradient() -> None:
 
 @pytest.mark.parametrize("parts", [(1, 1, 1, 1), (3, 3, 3, 3), (3, 1, 1, 3)])
 def test_a_sparse_gradient_of_the_words_is_the_whole_one(parts: tuple[int, ...]) -> None:
-    """Four updates: bit for bit where a batch is whole; its parts are added up in another order."""
+    """Four updates give the weights of dense gradients: bit for bit with one micro-batch each, else up to rounding."""
     ids = torch.randint(0, 50, (4, 12, 2), generator=torch.Generator().manual_seed(0)).repeat(
         1, 1, 8
     )
@@ -203,7 +203,7 @@ def test_a_sparse_gradient_of_the_words_is_the_whole_one(parts: tuple[int, ...])
 
 
 def test_a_batch_that_is_written_over() -> None:
-    """Its rows are remembered, not the batch."""
+    """The row numbers are copied: the next batch may overwrite the tensor of ids."""
     model, ids = Reader(nn.Embedding(50, 8)), torch.arange(16)[None]
     make_sparse(model)
     for _ in range(2):
@@ -241,7 +241,7 @@ def environment(**more: str) -> dict[str, str]:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="no glibc here")
 @pytest.mark.parametrize("kept", [True, False])
 def test_freed_memory_is_kept(kept: bool) -> None:
-    """Blocks of 48 MB, taken and freed 20 times: 12,288 page faults each, or none once the heap has grown."""
+    """Blocks of 48 MiB, allocated and freed 20 times: 12,288 page faults each, or none once the heap has grown."""
     code = f"""
 import resource, torch
 from accel_ft.runtime.memory import keep_freed_memory
@@ -266,7 +266,7 @@ print(faults() - before)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="no glibc here")
 @pytest.mark.parametrize("command", ["train", "evaluate", "predict", "doctor"])
 def test_a_command_starts_anew_with_the_allocator(command: str) -> None:
-    """Before it reads its arguments; not where the allocator was chosen, nor within another program or a debugger."""
+    """Before it parses its arguments; but not if the user chose an allocator, in another program, or in a debugger."""
     code = f"""
 import os, runpy, sys
 from accel_ft.runtime import memory
@@ -296,7 +296,7 @@ runpy.run_module("accel_ft.{command}", run_name="__main__")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="no glibc here")
 @pytest.mark.parametrize("what", ["", "lost", "no python"])
 def test_started_anew(what: str, tmp_path: Path) -> None:
-    """The same process, arguments and input; once, though the variable be lost; and where it fails, as before."""
+    """Process id, arguments and input stay. It happens once, even without the variable; if exec fails, nothing changes."""
     code = f"""
 import os, sys
 from accel_ft import errors

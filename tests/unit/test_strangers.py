@@ -1,4 +1,6 @@
-"""Programs of other people: faults in forms of their own, healthy ones that look odd, and that a check leaves no trace."""
+"""Programs that the checks were not written for: unusual faults, and healthy programs that look faulty. A check must
+leave no trace.
+"""
 
 import copy
 import math
@@ -56,11 +58,11 @@ def group(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-# Who reads what.
+# Which rank reads which rows.
 
 
 class Used(IterableDataset):
-    """Rows of a generator that is made once."""
+    """Its iterator is made once: the second epoch is empty."""
 
     def __init__(self) -> None:
         self.rows = iter(range(20))
@@ -106,7 +108,7 @@ def test_workers_that_each_drop_their_last_batch() -> None:
 
 
 class SecondEpochAgain(IterableDataset):
-    """From the second epoch on some rows come twice, others never."""
+    """From the second epoch on, some rows come twice and others never."""
 
     def __init__(self) -> None:
         self.epoch = -1
@@ -123,7 +125,7 @@ def test_a_second_epoch_that_is_worse() -> None:
 
 
 def test_a_few_rows_may_come_in_the_same_order() -> None:
-    for seed in range(8):  # of two rows every other time
+    for seed in range(8):  # with two rows, half of all pairs of epochs agree
         torch.manual_seed(seed)
         assert is_well(sampling.training_sampling(DataLoader(range(2), 1, True), 2, iter))
 
@@ -137,14 +139,14 @@ def test_checks_of_rows_draw_nothing() -> None:
 
 @pytest.mark.parametrize("views", [False, True])
 def test_gradients_in_the_buckets_of_ddp(group: None, views: bool) -> None:
-    """There a second pass writes over what the first one left."""
+    """The check's backward passes overwrite the gradients in DDP's buckets; it must restore them."""
     model = nn.parallel.DistributedDataParallel(small_model(), gradient_as_bucket_view=views)
 
     def parts() -> None:
         for _ in range(4):
             loss_of(model).backward()
 
-    for factor in (1, 3):  # after the first pass DDP makes its buckets anew
+    for factor in (1, 3):  # DDP rebuilds its buckets after the first pass
         (factor * loss_of(model)).backward()
     before = [p.grad.clone() for p in model.parameters()]
     finding = accumulation.accumulated_gradient(model, parts, lambda: loss_of(model).backward())
@@ -154,7 +156,7 @@ def test_gradients_in_the_buckets_of_ddp(group: None, views: bool) -> None:
 
 
 def test_unused_parameters_of_a_wrapped_model(group: None) -> None:
-    """DDP would wait for their gradients in the next pass."""
+    """The check's pass must not leave DDP waiting for their gradients in the next one."""
 
     class HalfIdle(nn.Module):
         def __init__(self) -> None:
@@ -193,12 +195,12 @@ def test_rows_drawn_by_weights() -> None:
 
 
 def test_numbers_of_rows_of_any_kind() -> None:
-    """Each element of a tensor is another object, of another hash; a name is none of either."""
+    """Elements of a tensor hash by identity, so ids become plain numbers; strings are used as they are."""
     names = DataLoader([str(row) for row in range(20)], 4, shuffle=True)
     assert is_well(sampling.training_sampling(names, 20, list))
     loader = DataLoader(range(20), 4, shuffle=True)
     assert is_well(sampling.training_sampling(loader, 20, lambda batch: batch))
-    seedable = DataLoaderConfiguration(use_seedable_sampler=True)  # whose order goes by the epochs
+    seedable = DataLoaderConfiguration(use_seedable_sampler=True)  # the order follows the epoch
     prepared = Accelerator(cpu=True, dataloader_config=seedable).prepare(loader)
     assert is_well(sampling.training_sampling(prepared, 20, lambda batch: batch))
     half = DataLoader([*range(50)] * 2, 4, shuffle=True)
@@ -215,16 +217,16 @@ def test_a_row_that_is_counted_in_the_place_of_another() -> None:
     swapped = DataLoader([*range(18), 17], 4)
     finding = sampling.evaluation_sampling(swapped, 19, iter)
     assert (finding.verdict, "18 different ones of 19" in finding.measured) == ("FAIL", True)
-    swapped.gradient_state = None  # as accelerate's loaders have one, which drops what comes on top
+    swapped.gradient_state = None  # as accelerate's loaders have, which drop padding rows
     assert sampling.evaluation_sampling(swapped, 19, iter).verdict == "FAIL"
     assert is_well(sampling.evaluation_sampling(DataLoader(range(19), 4), 19, iter))
 
 
 def test_padding_that_accelerate_drops() -> None:
-    """Whether the loop gathers with `gather_for_metrics` is not seen from here."""
+    """A check of the loader cannot see whether the loop uses `gather_for_metrics`: WARN, not FAIL."""
     padded = DataLoader([*range(19), 0], 4)
     assert sampling.evaluation_sampling(padded, 19, iter).verdict == "FAIL"
-    padded.gradient_state = None  # as its loaders have one
+    padded.gradient_state = None  # as accelerate's loaders have
     finding = sampling.evaluation_sampling(padded, 19, iter)
     assert (finding.verdict, "gather_for_metrics" in finding.mend) == ("WARN", True)
 
@@ -290,7 +292,7 @@ def test_data_sets_of_any_key() -> None:
 def test_operations_in_place_of_other_kinds() -> None:
     class Clamped(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.weight.data.clamp_(-0.01, 0.01)  # leaves the version as it is
+            self.weight.data.clamp_(-0.01, 0.01)  # does not change the version counter
             return super().forward(x)
 
     class Hooked(nn.Linear):
@@ -320,7 +322,7 @@ def test_an_optimizer_that_steps_within_the_backward_pass() -> None:
 
 
 def test_a_scheduler_that_accelerate_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for each rank: right where the steps were counted before `prepare`, as its examples do."""
+    """Once for each rank: correct if the steps were counted before `prepare`, as in accelerate's examples."""
     events = ["backward", "step", "schedule 1", "schedule 1"] * 3
     assert accumulation.accumulation_calls(events, 1).verdict == "FAIL"
     monkeypatch.setattr(accumulation, "num_ranks", lambda: 2)
@@ -373,7 +375,7 @@ def test_random_numbers_buffers_and_gradients_stay() -> None:
 
 @pytest.mark.usefixtures("group")
 def test_fsdp2_after_an_evaluation() -> None:
-    """Its root stays gathered then, and names other parameters than the optimizer holds."""
+    """It leaves the root gathered, with other parameter objects than those that the optimizer holds."""
     model = fully_shard(small_model(), mesh=dist.init_device_mesh("cpu", (1,)))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
@@ -396,12 +398,12 @@ def test_fsdp2_after_an_evaluation() -> None:
 
 @pytest.mark.usefixtures("group")
 def test_buffers_of_wrapped_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two DDPs in one module, and one that is compiled: each sends its buffers itself."""
+    """Two DDPs in one module, and a compiled DDP: each broadcasts its own buffers."""
     monkeypatch.setattr(replicas, "num_ranks", lambda: 2)
     parts = [nn.parallel.DistributedDataParallel(small_model(nn.BatchNorm1d(8))) for _ in "ab"]
     for model in (nn.ModuleList(parts), torch.compile(parts[0], backend="eager")):
         assert "DDP broadcasts rank 0's" in replicas.same_buffers(model).measured
-    with torch.no_grad():  # what DDP takes for a reason not to send them this time
+    with torch.no_grad():  # after such a pass DDP skips the next broadcast
         parts[0](X)
     assert not parts[0].will_sync_module_buffers()
     assert "DDP broadcasts rank 0's" in replicas.same_buffers(parts[0]).measured
@@ -424,7 +426,7 @@ def test_the_rank_that_differs_from_the_first(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_launcher_that_ends_the_others_is_no_cause(tmp_path: Path) -> None:
-    """Rank 0 computes when rank 1 is killed; it is then ended by SIGTERM, and its stage is the older one."""
+    """Rank 1 is killed, then rank 0 is ended by SIGTERM: rank 1 is named first, although rank 0's stage is older."""
     program = (
         "import sys, time; from pathlib import Path; from accel_ft.diagnosis.postmortem import Stages\n"
         f"with Stages(Path({str(tmp_path)!r}), int(sys.argv[1]), 60) as stage:\n"
@@ -451,7 +453,7 @@ def test_a_launcher_that_ends_the_others_is_no_cause(tmp_path: Path) -> None:
 
 
 def test_signals_that_are_none_of_the_launchers(tmp_path: Path) -> None:
-    """Workers are ended by SIGTERM, and a program may have a handler of its own."""
+    """SIGTERM for a worker leaves no stack in the rank's log; the program's own SIGTERM handler stays."""
     program = (
         "import multiprocessing, os, signal, time; from pathlib import Path\n"
         "from accel_ft.diagnosis.postmortem import Stages\n"
@@ -489,7 +491,7 @@ def test_buffers_of_any_kind_come_back() -> None:
 
 
 def test_names_that_a_function_does_not_read() -> None:
-    """`row.encoder` is no global of that name; nor does it hold all that its module does."""
+    """The attribute `row.encoder` is not the global `encoder`, and a function holds only globals that it reads."""
     for reads, verdict in (("row.encoder", "PASS"), ("encoder(row)", "FAIL")):
         around: dict[str, object] = {"encoder": nn.Linear(2, 2)}
         exec(f"def transform(row): return {reads}", around)
@@ -498,7 +500,7 @@ def test_names_that_a_function_does_not_read() -> None:
 
 
 def test_a_rank_that_is_ended_while_it_says_its_last_words(tmp_path: Path) -> None:
-    """It failed first, waits for rank 0 to speak, and is then ended by the launcher: still the cause."""
+    """It failed first and waits for rank 0's message when the launcher ends it: still the cause."""
     program = (
         "import os, signal, sys, time; from pathlib import Path\n"
         "from accel_ft.diagnosis.postmortem import Stages\n"

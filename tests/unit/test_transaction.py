@@ -48,7 +48,7 @@ def test_published_whole_and_verified(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_written(tmp_path: Path) -> None:
-    """Where what holds it is not there yet, and beside what a killed process has left of it."""
+    """It works if the parent folder is missing, and if a killed process has left a staging folder."""
     final = tmp_path / "not/yet/model"
     for text in ("one", "another"):
         with transaction.writing(final) as staging:
@@ -66,7 +66,7 @@ def test_a_folder_that_is_written(tmp_path: Path) -> None:
 def test_a_folder_is_written_by_one_process_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two exports to one folder: half of each would be published, and both say that it is done."""
+    """Else two exports to one folder would publish half of each, and both report success."""
     final = tmp_path / "model"
     with transaction.writing(final) as staging:
         (staging / "weights").write_text("one")
@@ -77,14 +77,14 @@ def test_a_folder_is_written_by_one_process_at_a_time(
             (other / "weights").write_text("another")
     assert [(path.name, path.read_text()) for path in final.iterdir()] == [("weights", "one")]
     assert list(tmp_path.iterdir()) == [final]
-    transaction.staging_folder(final).symlink_to(final)  # of somebody else's run
+    transaction.staging_folder(final).symlink_to(final)  # made by somebody else
     with transaction.writing(tmp_path / "model") as staging:
         assert (final / "weights").read_text() == "one"
         (staging / "weights").write_text("another")
     assert (final / "weights").read_text() == "another"
     flock = transaction.fcntl.flock
 
-    def late(*given: int) -> None:  # another process has published it since, and begun anew
+    def late(*given: int) -> None:  # meanwhile another process published it and began anew
         staging.rename(tmp_path / "published")
         staging.mkdir()
         flock(*given)
@@ -107,7 +107,7 @@ def _write(path: Path, text: str) -> None:
 def test_somebody_elses_link_in_the_place_of_what_is_written(
     tmp_path: Path, write: Callable[[Path, str], None]
 ) -> None:
-    """Of a name that can be foretold, in a folder that others may write to."""
+    """The staging file's name can be guessed; where others may write, a link of that name must not be followed."""
     (tmp_path / "mine").write_text("precious")
     (tmp_path / f".out{files.STAGED}{os.getpid()}").symlink_to("mine")
     write(tmp_path / "out", "new")
@@ -117,7 +117,7 @@ def test_somebody_elses_link_in_the_place_of_what_is_written(
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_sharded_tensor_that_is_not_whole(tmp_path: Path) -> None:
-    """What no shard fills would be what memory held."""
+    """Parts that no shard fills would hold whatever was in memory."""
     shards = tmp_path / convert.SHARDED_WEIGHTS
     save_shards({"model": {"w": torch.ones(4)}}, checkpoint_id=shards, no_dist=True)
     assert state.read_weights(tmp_path)["w"].tolist() == [1, 1, 1, 1]
@@ -129,7 +129,7 @@ def test_a_sharded_tensor_that_is_not_whole(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_write_has_left_goes(tmp_path: Path) -> None:
-    """It might be uploaded with the model."""
+    """A staging file left by a killed process might be uploaded with the model."""
     write, left = files.os.fsync, tmp_path / "README.md"
 
     def kill(_: int) -> None:
@@ -142,7 +142,7 @@ def test_what_a_killed_write_has_left_goes(tmp_path: Path) -> None:
     os.waitpid(child, 0)
     assert (files.os.fsync, len(list(tmp_path.iterdir()))) == (write, 1)
     others = {tmp_path / f".living.md{files.STAGED}{os.getpid()}", tmp_path / ".notes.999999"}
-    for path in others:  # of a process that lives, and a user's own
+    for path in others:  # of a live process, and a user's own
         path.touch()
     files.remove_unfinished(tmp_path)
     assert set(tmp_path.iterdir()) == others
@@ -155,7 +155,7 @@ def test_what_a_killed_write_has_left_goes(tmp_path: Path) -> None:
 
 
 def test_a_write_that_fails_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system's error does not: it is of a number, which the file was opened under."""
+    """The system's error does not: fsync gets a file descriptor, not a name."""
 
     def is_full(_: int) -> None:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
@@ -181,7 +181,7 @@ def write(root: Path, step: int) -> Path:
 
 
 def test_sealed_is_published_by_the_next_process(tmp_path: Path) -> None:
-    """What was written completely before a kill is not lost; what was being written is."""
+    """A kill loses the checkpoint that is being written, not one that was written completely."""
     final = write(tmp_path, 7)
     transaction.start(transaction.checkpoint_folder(tmp_path, 8))
     assert transaction.list_published(tmp_path) == []
@@ -212,7 +212,7 @@ def test_killed_between_manifest_and_rename(
 def test_what_cannot_be_published_stays_sealed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk may be full; the next start has another try."""
+    """The disk may be full; the next start tries again."""
     final = write(tmp_path, 7)
 
     def full(_: Path) -> None:
@@ -228,7 +228,7 @@ def test_what_cannot_be_published_stays_sealed(
 
 @pytest.mark.parametrize("lack", ["a file", "a half", "the manifest", "nothing"])
 def test_a_part_of_what_was_sealed_is_not_published(tmp_path: Path, lack: str) -> None:
-    """As a copy has it that was made while a run was at work; and it replaces no whole one."""
+    """A copy of a live run may hold part of a checkpoint; it must not replace a complete one."""
     final = write(tmp_path, 7)
     transaction.publish(final)
     sealed = transaction.sealed_folder(write(tmp_path, 7))
@@ -239,7 +239,7 @@ def test_a_part_of_what_was_sealed_is_not_published(tmp_path: Path, lack: str) -
         (sealed / "weights").write_bytes(b"123")
     elif lack == "the manifest":
         (sealed / transaction.MANIFEST).unlink()
-    (sealed / (transaction.MANIFEST + transaction.NEW)).write_text("{")  # killed as it wrote it
+    (sealed / (transaction.MANIFEST + transaction.NEW)).write_text("{")  # killed while writing it
     transaction.publish_sealed(tmp_path)
     transaction.verify(final)
     assert (final / "weights").read_bytes() == (b"1234567" if lack == "nothing" else bytes(7))
@@ -250,7 +250,7 @@ def test_a_part_of_what_was_sealed_is_not_published(tmp_path: Path, lack: str) -
 def test_sealed_before_the_machine_went_down_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its files may be cut: they were not on the disk."""
+    """Its files may be truncated: they were not fsynced."""
     write(tmp_path, 7)
     monkeypatch.setattr(transaction, "_boot", lambda: "another")
     transaction.publish_sealed(tmp_path)
@@ -291,7 +291,7 @@ def test_damage_is_found_and_passed_over(
         file.symlink_to(tmp_path / "elsewhere")
     elif damage == "pipe":
         file.unlink()
-        os.mkfifo(file)  # to read it is to wait
+        os.mkfifo(file)  # reading it would block
     elif damage == "manifest a pipe":
         (newer / "manifest.json").unlink()
         os.mkfifo(newer / "manifest.json")
@@ -311,7 +311,7 @@ def test_what_a_file_system_leaves_is_no_damage(tmp_path: Path, name: str) -> No
     folder = publish(tmp_path, 9)
     (folder / "inner" / name).touch()
     transaction.verify(folder)
-    (folder / "inner" / ".metadata").touch()  # which torch would read
+    (folder / "inner" / ".metadata").touch()  # torch would read it
     with pytest.raises(CheckpointError, match="inner/.metadata is not in manifest.json"):
         transaction.verify(folder)
 
@@ -319,7 +319,7 @@ def test_what_a_file_system_leaves_is_no_damage(tmp_path: Path, name: str) -> No
 def test_what_cannot_be_read_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A bad sector; but what may pass is no damage, and rights are the user's to mend."""
+    """A bad sector is damage; transient errors and missing permissions are not, and are raised."""
     older, newer = publish(tmp_path, 9), publish(tmp_path, 10)
     sha256 = transaction.sha256
 
@@ -356,7 +356,7 @@ def test_published_again_over_a_damaged_one(tmp_path: Path) -> None:
 def test_another_jobs_checkpoint_is_refused(tmp_path: Path) -> None:
     saved = {"model": "a", "seed": 1}
     state.check_same_run(tmp_path, saved, dict(saved))
-    by_itself = {"train_sampling_strategy": "group_by_length"}  # when there was no such key
+    by_itself = {"train_sampling_strategy": "group_by_length"}  # for a checkpoint without the key
     state.check_same_run(tmp_path, saved, saved | by_itself)
     with pytest.raises(CheckpointError, match="strategy: 'group_by_length' in the checkpoint, 'ra"):
         state.check_same_run(tmp_path, saved, saved | {"train_sampling_strategy": "random"})
@@ -381,7 +381,7 @@ def test_what_a_user_calls_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_what_is_no_folder_is_damaged(tmp_path: Path) -> None:
-    """And there: it was not pruned meanwhile."""
+    """It still exists, so it was not pruned while it was read."""
     (tmp_path / "step_00000003").touch()
     (tmp_path / "step_00000006").symlink_to(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="all 2 checkpoints are damaged"):
@@ -391,7 +391,7 @@ def test_what_is_no_folder_is_damaged(tmp_path: Path) -> None:
 def test_a_run_goes_on_while_its_newest_is_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It prunes what is being read, and leaves its final model: neither is damage."""
+    """It prunes the checkpoint that is being read, or writes its final model: neither is damage."""
     root = tmp_path / "checkpoints"
     root.mkdir()
     publish(root, 3)
@@ -417,7 +417,7 @@ def test_a_run_goes_on_while_its_newest_is_looked_for(
 
 @pytest.mark.parametrize("told", ["runs/x/step_00000006", CheckpointError("none is left")])
 def test_all_ranks_open_what_rank_0_finds(monkeypatch: pytest.MonkeyPatch, told: Any) -> None:
-    """Of a run that goes on, another may be the newest by the time that another rank looks."""
+    """While a run goes on, a rank that looks later may find a newer checkpoint."""
     sent: list[Any] = []
 
     def find(_: str) -> str:
@@ -446,7 +446,7 @@ def test_all_ranks_open_what_rank_0_finds(monkeypatch: pytest.MonkeyPatch, told:
 def test_a_checkpoint_without_a_loss_scale_loads_under_fp16(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """accelerate would look for the file; the scale starts anew, and is the accelerator's again afterwards."""
+    """accelerate would look for its file. The scale starts anew; the accelerator keeps its scaler."""
     seen = []
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.ones(()))
@@ -463,8 +463,8 @@ def test_a_checkpoint_without_a_loss_scale_loads_under_fp16(
 def test_a_loss_scale_is_loaded_as_often_as_one_likes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under FSDP2 accelerate makes its tensors after each load, which torch allows where there are none: a resume, and
-    the best model in the end, are two."""
+    """A resume and the best model at the end load it twice. Under FSDP2, accelerate creates the scaler's tensors after
+    each load, which torch allows only if it has none."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     saved = scaler.state_dict() | {"scale": 4.0, "_growth_tracker": 3}
 
@@ -484,7 +484,7 @@ def test_a_loss_scale_is_loaded_as_often_as_one_likes(
 def test_random_numbers_of_another_kind_of_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They cannot be restored: the run says so, and starts them anew."""
+    """They cannot be restored: the run says so and seeds them again."""
     monkeypatch.setattr(convert, "load_any", lambda *_: torch.manual_seed(1))
     accelerator = make_accelerator()
     for device in ("cpu", "cuda"):
@@ -494,7 +494,7 @@ def test_random_numbers_of_another_kind_of_device(
         assert (torch.initial_seed() == 1) == (device == "cpu")
     assert "saved by 1 processes (cuda), resumed by 1 (cpu)" in caplog.text
     assert "saved by 1 processes (cpu)" not in caplog.text
-    with caplog.at_level("INFO", logger="accel_ft"):  # a GPU's are saved by its number
+    with caplog.at_level("INFO", logger="accel_ft"):  # GPU states are saved by device index
         state.load(accelerator, tmp_path, saved | {"device": "cpu", "devices": [5]}, 42, [0])
     assert "resumed on other devices: [0] for [5]" in caplog.text
 
@@ -503,7 +503,7 @@ def test_random_numbers_of_another_kind_of_device(
 def test_random_numbers_that_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, there: bool
 ) -> None:
-    """accelerate swallows the error; the run tells, as its dropout is another than it would be."""
+    """accelerate swallows the error, but dropout would differ: the run logs it and seeds again."""
 
     def load_any(accelerator: Any, folder: Path) -> None:
         load_accelerator_state(str(folder), [], [], [], [], 0)
@@ -533,7 +533,7 @@ def test_a_trainer_state_that_is_none_of_ours(tmp_path: Path, text: str | None) 
 def test_what_cannot_be_pruned_ends_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The checkpoint that was just published is whole."""
+    """The checkpoint just published is complete."""
     run: Any = SimpleNamespace(checkpoints=tmp_path)
     run.watch = SimpleNamespace(check_folder=lambda: None)
     run.prune = lambda *_: Run.prune(run, 2, None)

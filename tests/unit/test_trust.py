@@ -1,4 +1,4 @@
-"""What is unpickled of a sharded checkpoint without `weights_only`."""
+"""The parts of a sharded checkpoint that torch unpickles without `weights_only` must not run code."""
 
 import pickle
 from pathlib import Path
@@ -20,7 +20,7 @@ from accel_ft.errors import CheckpointError
 
 
 class Attribute:
-    """Pickled as a call of getattr."""
+    """Pickled as a call of getattr with these arguments."""
 
     def __init__(self, *args: object) -> None:
         self.args = args
@@ -36,7 +36,7 @@ def write(folder: Path, content: object) -> Path:
 
 
 def test_members_of_an_enumeration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As this Python pickles them, and as Python 3.11.0 to 3.11.3 do."""
+    """As pickled by this Python, and by Python 3.11.0 to 3.11.3."""
     metadata = Metadata({}, TensorProperties(), {})
     trust.refuse_code(write(tmp_path, metadata))
     monkeypatch.setattr(
@@ -64,7 +64,7 @@ def test_no_other_attribute(args: tuple[Any, ...], tmp_path: Path) -> None:
 
 
 class Built:
-    """Pickled as an empty object of a class, and what its state is set to."""
+    """Pickled as a class, its arguments, and the state to set on the instance."""
 
     def __init__(self, kind: type, state: object, *args: object) -> None:
         self.kind, self.state, self.args = kind, state, args
@@ -74,7 +74,7 @@ class Built:
 
 
 class Other(str):
-    """Equal to another text once it is unpickled."""
+    """A string now, a MetadataIndex once it is unpickled."""
 
     __slots__ = ()
 
@@ -83,7 +83,7 @@ class Other(str):
 
 
 def test_attributes_that_are_set_unseen(tmp_path: Path) -> None:
-    """pickle takes a pair of states, too; and a class its arguments."""
+    """pickle also sets attributes by a pair of states, or by arguments to the class."""
     whole: dict[str, Any] = {"state_dict_metadata": {}, "storage_data": {}, "planner_data": None}
     trust.refuse_code(write(tmp_path, Built(Metadata, whole, {})))
     with pytest.raises(CheckpointError, match="Metadata is built of a <class 'tuple'>"):
@@ -99,7 +99,7 @@ def test_attributes_that_are_set_unseen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["", "shards", "link"])
 def test_metadata_anywhere(tmp_path: Path, place: str) -> None:
-    """accelerate takes the folder itself for shards, if its name is theirs; torch follows links."""
+    """accelerate reads shards from the folder itself if it is named like theirs; torch follows links."""
     tmp_path = tmp_path / "checkpoint"
     tmp_path.mkdir()
     if place == "link":
@@ -126,7 +126,7 @@ def test_metadata_anywhere(tmp_path: Path, place: str) -> None:
 def test_values_that_are_no_tensors(
     value: object, about: dict[str, Any], refused: str | None, tmp_path: Path
 ) -> None:
-    """torch unpickles them without `weights_only`, from the place that .metadata tells."""
+    """torch unpickles them without `weights_only`, from the file and offset in .metadata."""
     torch.save(value, tmp_path / "value")
     content = (tmp_path / "value").read_bytes()
     place = {"relative_path": "__0_0.distcp", "offset": 3, "length": len(content)} | about
