@@ -1,6 +1,6 @@
-"""Programs on 2 ranks that crash without a trace, or hang: python tests/distributed/ends.py FOLDER FAULT...
+"""Programs on 2 ranks that hang, or end without a message: python tests/distributed/ends.py FOLDER FAULT...
 
-Each rank is forked from one process that has imported torch; FOLDER/codes.json has the exit codes by fault and rank.
+Each rank is forked from one process that has imported torch; FOLDER/codes.json holds the exit codes by fault and rank.
 """
 
 import contextlib

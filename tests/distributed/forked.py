@@ -1,4 +1,4 @@
-"""Several ranks for a test, without a launch of their own: worker.py."""
+"""Run tasks on several ranks, forked by a worker process (worker.py): faster than a launch for each test."""
 
 import atexit
 import itertools
@@ -13,7 +13,7 @@ from conftest import ROOT, story
 
 WORKER = Path(__file__).parent / "worker.py"
 numbers = itertools.count()
-workers: list[subprocess.Popen[str]] = []  # one, once it is needed
+workers: list[subprocess.Popen[str]] = []  # at most one, started when it is needed
 
 
 def _worker() -> subprocess.Popen[str]:
@@ -24,7 +24,7 @@ def _worker() -> subprocess.Popen[str]:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         workers.append(process)
-        atexit.register(process.kill)  # and with it its ranks
+        atexit.register(process.kill)  # its ranks end with it
     return workers[0]
 
 
@@ -50,7 +50,7 @@ def on_ranks(
         worker.stdin.flush()
         answer = json.loads(worker.stdout.readline() or "null")
     finally:
-        if answer is None:  # the next list of tasks has a worker of its own
+        if answer is None:  # failed: the next call starts a new worker
             workers.clear()
             worker.kill()
             worker.wait()

@@ -1,4 +1,4 @@
-"""Small broken programs on 2 gloo ranks, each as it happened, and each with the mend the doctor offers.
+"""Small broken programs on 2 gloo ranks, each a fault that has occurred, and each with the fix that the doctor offers.
 
 torchrun --nproc_per_node 2 tests/distributed/sick.py OUT.json
 Rank 0 writes {case: {"broken": finding, "mended": finding}}.
@@ -38,11 +38,11 @@ def loss_of(model, batch):
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-# 1. Gradient strides against DDP's buckets.
+# Gradient strides that differ from DDP's buckets.
 
 
 def conv_step(mend):
-    """A backward pass of a conv net that is fed channels_last; whether PyTorch warned."""
+    """Run a backward pass of a conv net on channels_last images; return finding, whether PyTorch warned, gradients."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 64, 3), nn.Flatten(), nn.LazyLinear(2))
     images = torch.randn(4, 1, 8, 8).to(memory_format=torch.channels_last)
@@ -73,7 +73,7 @@ def strided():
     return result
 
 
-# 2. Every rank reads the same data.
+# Every rank reads the same data.
 
 
 def same_data():
@@ -99,7 +99,7 @@ def no_set_epoch():
 
 
 def epoch_of_one_rank():
-    """`set_epoch` on rank 0 alone: from the second epoch on the shares overlap."""
+    """`set_epoch` is called on rank 0 only: from the second epoch on, the shares overlap."""
     sampler = DistributedSampler(ROWS, shuffle=True)
     loader = DataLoader(ROWS, batch_size=2, sampler=sampler)
     alone = sampler.set_epoch if dist.get_rank() == 0 else lambda epoch: None
@@ -110,7 +110,7 @@ def epoch_of_one_rank():
 
 
 def uneven_loaders():
-    """A stream that each rank cuts to its share, of 19 rows: 5 batches and 4."""
+    """Each rank takes its own share of a stream of 18 rows: 5 batches and 4."""
 
     class Shared(torch.utils.data.IterableDataset):
         epoch = -1
@@ -139,7 +139,7 @@ def padded_evaluation():
     }
 
 
-# 4. Replicas that drift.
+# Replicas that diverge.
 
 
 def seeds():
@@ -151,7 +151,7 @@ def seeds():
 
 
 def drifting_buffer():
-    """Without broadcast_buffers; as DDP has it by default, it is no fault."""
+    """A fault only without broadcast_buffers, DDP's default."""
     torch.manual_seed(dist.get_rank())
     kept = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     sent = DistributedDataParallel(copy.deepcopy(kept))
@@ -170,7 +170,7 @@ def tampered():
 
 
 def skipped_backward():
-    """Without synchronisation, rank 1 passes over a batch that it does not like."""
+    """Without gradient synchronisation, rank 1 skips a batch."""
 
     def step(skip):
         model = DistributedDataParallel(small_model())
@@ -195,7 +195,7 @@ def probe():
     }
 
 
-# 3. Order.
+# Order of arrival.
 
 
 def late_rank():
@@ -207,7 +207,7 @@ def late_rank():
     return {"broken": broken, "mended": order.arrival("wrap", limit_seconds=1.4)}
 
 
-# 8. Accumulation under DDP: all-reduces of each micro-batch.
+# Accumulation under DDP: an all-reduce for each micro-batch, or none.
 
 
 def synchronised_too_often():
@@ -231,7 +231,7 @@ def synchronised_too_often():
 
 
 def unsummed():
-    """`no_sync` on all but the first micro-batch, on every one, and a way round the wrapper."""
+    """`no_sync` on all micro-batches but the first; on all, also with DDP inside a module; DDP's wrapper bypassed."""
 
     def recorded(is_local, around=False, within=False):
         model = DistributedDataParallel(small_model())
@@ -253,11 +253,11 @@ def unsummed():
     return {"broken": broken[0], "mended": recorded(lambda at: at != 3)}
 
 
-# 9. FSDP: a resume that loads the model's own fresh state in place of the file's.
+# FSDP: a resume that loads the model's own fresh state instead of the file's.
 
 
 class Sharded:
-    """A sharded model, saved and loaded with torch's distributed checkpoints."""
+    """A sharded model, saved and loaded as torch's distributed checkpoints."""
 
     def __init__(self, loads):
         from torch.distributed.fsdp import fully_shard
@@ -292,7 +292,7 @@ class Sharded:
         if self.loads == "the file's":
             state = {"model": self.model.state_dict()}
             checkpoint.load(state, checkpoint_id=folder)
-        else:  # made after the load, and so never filled from it
+        else:  # made after the load, so never filled
             checkpoint.load({"model": copy.deepcopy(self.model.state_dict())}, checkpoint_id=folder)
             state = {"model": self.model.state_dict()}
         self.model.load_state_dict(state["model"])
@@ -321,7 +321,7 @@ def fresh_state():
     return {"broken": broken["resume: model"], **{f.check: f for f in mended}}
 
 
-# 11. One against many: a mean of each rank's mean.
+# One against many: the mean of the ranks' means.
 
 
 def means_of_means():
@@ -346,11 +346,11 @@ def means_of_means():
     return {"broken": updates(weigh=False), "mended": updates(weigh=True)}
 
 
-# Programs that are well, and were once condemned.
+# Healthy programs that the doctor once condemned.
 
 
 def adversarial():
-    """A judge learns between the forward and the backward pass of what it judges, as in DCGAN."""
+    """As in DCGAN, the judge is updated between the generator's forward and backward pass."""
     made, judge = (DistributedDataParallel(nn.Linear(2, 2)) for _ in range(2))
     theirs, its = (torch.optim.SGD(each.parameters(), 0.1) for each in (made, judge))
     with accumulation.recording(made) as events:
@@ -406,7 +406,7 @@ def healthy():
 
     model = DistributedDataParallel(small_model())
     counts = []
-    for _ in range(2):  # recording takes nothing away: the hook of DDP is still the program's own
+    for _ in range(2):  # recording leaves DDP's single hook to the program
         with accumulation.recording(model) as events:
             loss_of(model, ROWS[:4]).backward()
         counts.append(events.count("reduce"))
@@ -449,4 +449,4 @@ if __name__ == "__main__":
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(results))
     dist.destroy_process_group()
-    os._exit(0)  # at Python's own end a thread of gloo sometimes aborts (pytorch issue 190489)
+    os._exit(0)  # at exit a gloo thread sometimes aborts (PyTorch issue 190489)

@@ -1,4 +1,4 @@
-"""fp16 with a real loss scaler, under every strategy, on gloo: the CPU computes what accelerate switches off there."""
+"""fp16 with a real loss scaler under every strategy, on gloo: worker.py enables on the CPU what accelerate disables."""
 
 import shutil
 from pathlib import Path
@@ -11,13 +11,13 @@ from test_strategies import on
 
 FP16 = ("single", "ddp2", "fsdp2", "fsdp1")
 ONCE = ["--save_steps", "12"]
-CLIPPED = ["--max_grad_norm", "0.3"]  # between the smallest norm and the largest
+CLIPPED = ["--max_grad_norm", "0.3"]  # between the smallest and the largest norm
 BEST = ["--load_best_model_at_end", "true", "--eval_steps", "3", "--save_steps", "3"]
 SCALER = {
     "init_scale": 2.0**24,
     "growth_interval": 2,
 }  # the first updates overflow, later ones now and then
-OVERFLOWN, STEPPED = 3, 9  # updates: the one overflowed, before the other there were steps
+OVERFLOWN, STEPPED = 3, 9  # update 3 overflows; of the first 9 some step
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def float32(
 def whole(
     tmp_path_factory: pytest.TempPathFactory, files: tuple[Path, Path, Path]
 ) -> dict[str, Any]:
-    """By strategy: the folder, the clipped run, the one that overflows, and two with a sick loss."""
+    """By strategy: folder; results of the clipped run, of the one that overflows, and of two with a NaN loss."""
     runs = {}
     for strategy in FP16:
         folder = tmp_path_factory.mktemp(strategy)
@@ -61,7 +61,7 @@ def whole(
 def test_the_curve_of_float32(
     whole: dict[str, Any], float32: tuple[Path, Any], strategy: str
 ) -> None:
-    """Norms are those of gradients without the scale, and these are clipped."""
+    """Gradients are unscaled before their norm is taken and they are clipped."""
     _, (_, curve), *_ = whole[strategy]
     assert min(norm for _, norm in curve) < 0.3 < max(norm for _, norm in curve)
     for (loss, norm), (exact_loss, exact_norm) in zip(curve, float32[1], strict=True):
@@ -73,7 +73,7 @@ def test_the_curve_of_float32(
 def test_an_overflow_halves_the_scale_and_leaves_the_rest(
     whole: dict[str, Any], strategy: str
 ) -> None:
-    """On all ranks alike: no step, the same weights, a word; two sound updates double the scale."""
+    """On all ranks: no step, the same weights, one event. Two finite updates in a row double the scale."""
     folder, _, (updates, curve), *_ = whole[strategy]
     scales = [[scale for scale, *_ in ranks] for ranks in updates]
     assert all(scale == ranks[0] for ranks in scales for scale in ranks)
@@ -101,7 +101,7 @@ def test_an_overflow_halves_the_scale_and_leaves_the_rest(
 @pytest.mark.parametrize("strategy", FP16)
 def test_a_sick_loss_is_no_overflow(whole: dict[str, Any], strategy: str) -> None:
     folder, _, _, *sick = whole[strategy]
-    update = 3 if strategy == "single" else 5  # of the fifth micro-batch
+    update = 3 if strategy == "single" else 5  # that of the fifth micro-batch
     for policy, curve in zip(("skip", "rollback"), sick, strict=True):
         assert [loss is None for loss, _ in curve] == [n == update for n in range(1, 13)]
         assert not [e for e in events_of(folder / policy) if e["event"] == "overflow"]
@@ -117,7 +117,7 @@ def test_a_resume_carries_the_scale(
     strategy: str,
     tmp_path: Path,
 ) -> None:
-    """Bit for bit, after an overflow and after a step; from another strategy; and from a run that had none."""
+    """After an overflow and after a step, bit for bit; from another strategy; from a float32 run, with a new scale."""
     folder, _, (updates, curve), *_ = whole[strategy]
     assert curve[OVERFLOWN - 1][1] is None
     assert any(norm is not None for _, norm in curve[:STEPPED])

@@ -1,5 +1,5 @@
-"""What only a GPU can show; one is enough, for a part two are needed. What needs two GPUs, and what is
-compiled whole, have not been seen to pass yet.
+"""Tests that need a GPU; a few need two. Those on two GPUs, and those that compile the whole model, have not been
+seen to pass yet.
 """
 
 import json
@@ -66,14 +66,14 @@ def test_the_curve_of_the_cpu_and_a_resume(
     odd_file: Path,
     on_cpu: list[float],
 ) -> None:
-    """The same losses, as near as the precision allows; a resume goes on along them; all is read back."""
+    """The losses match the CPU's within the precision; a resume continues the curve; evaluate reads the checkpoint."""
     config, *options = STRATEGIES[name]
     whole, again = tmp_path / "whole", tmp_path / "again"
     words = [*options, "-m", "accel_ft.train"]
     best = [
         "--load_best_model_at_end",
         "true",
-    ]  # which is loaded in the end, after a resume for the second time
+    ]  # loaded at the end; after a resume, the second load
     on_gpu(config, *words, *job_words(still_model, rows_file, odd_file, whole), *best)
     near = 1e-3 if name in ("float32", "compiled by layers") else 5e-2
     found = losses(whole)
@@ -93,7 +93,7 @@ def test_the_curve_of_the_cpu_and_a_resume(
 def test_outcomes_that_are_read_an_update_late(
     tmp_path: Path, still_model: Path, rows_file: Path, odd_file: Path
 ) -> None:
-    """Where nothing is due after an update; the model is the same."""
+    """The host reads them late if nothing is due after an update; the model must be the same."""
     ends = []
     for every in ("1", "5"):
         run = tmp_path / every
@@ -108,7 +108,7 @@ def test_outcomes_that_are_read_an_update_late(
 def test_cuda_graphs_change_no_number(
     compiled: Sequence[str], tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path
 ) -> None:
-    """Dropout draws the same numbers, for micro-batches of several shapes, two an update."""
+    """Dropout draws the same numbers, with micro-batches of several shapes, two an update."""
     found = {}
     for used in ("true", "false"):
         words = job_words(tiny_model, rows_file, odd_file, tmp_path / used)
@@ -130,7 +130,7 @@ def test_the_curve_on_two_gpus(
     odd_file: Path,
     on_cpu: list[float],
 ) -> None:
-    """On one, accelerate neither wraps in DDP nor shards."""
+    """On one GPU, accelerate neither wraps in DDP nor shards."""
     words = job_words(still_model, rows_file, odd_file, tmp_path / "run")
     options = ["--mixed_precision", "no", "-m", "accel_ft.train"]
     env = {"CUDA_VISIBLE_DEVICES": VISIBLE or "0,1"}

@@ -1,4 +1,4 @@
-"""No silent fallback: what a YAML asks for runs, or the run stops and says why. Every shipped YAML is tried."""
+"""No silent fallback: what a YAML asks for runs, or the run stops and says why."""
 
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +10,7 @@ import torch
 import yaml
 from conftest import ROOT, events_of, job_words, launch, run
 
-# The multi-node ones are tried on two hosts of the test's own: test_two_hosts.py.
+# test_two_hosts.py runs the multi-node ones.
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 
 
@@ -23,7 +23,7 @@ def test_first_line_is_its_command(path: Path) -> None:
 
 
 class Refused(NamedTuple):
-    """A start that must stop: accelerate_configs/ file, or what is changed in cpu_ddp.yaml; options; the message."""
+    """A start that must be refused: a file in accelerate_configs/, or changes to cpu_ddp.yaml; message; options."""
 
     config: str | dict[str, Any]
     message: str
@@ -31,7 +31,7 @@ class Refused(NamedTuple):
 
 
 NO_GPU = "accelerate_configs/{} asks for an accelerator (use_cpu: false), but torch finds none"
-ALONE = ("--num_processes", 1)  # several would say the same
+ALONE = ("--num_processes", 1)  # more ranks would repeat the message
 LLAMA = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 LLAMA["fsdp_cpu_ram_efficient_loading"] = False
 LLAMA["fsdp_transformer_layer_cls_to_wrap"] = "LlamaDecoderLayer"
@@ -78,7 +78,7 @@ if not torch.accelerator.is_available():
 def refusals(
     tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, rows_file: Path, odd_file: Path
 ) -> dict[str, tuple[Path, subprocess.CompletedProcess[str]]]:
-    """Each start's folder and what it said; two at a time, since most of it is imports."""
+    """Folder and output of each start; two run at a time, since most of a start is imports."""
 
     def start(case: Refused) -> tuple[Path, subprocess.CompletedProcess[str]]:
         folder = tmp_path_factory.mktemp("refused")
@@ -107,13 +107,13 @@ def test_refused(
 
 
 def test_a_fault_on_two_ranks_is_one_message(words: list[str], tmp_path: Path) -> None:
-    """Also where only rank 0 meets it, and the other's broken connection is but its echo."""
+    """Even if only rank 0 meets it, and rank 1 merely sees its connection break."""
     rows = tmp_path / "rows.csv"
     rows.write_text("text,label\na goal,Sport\n")
     command = ["-m", "accel_ft.train", *words, "--validation_file", str(rows)]
     message = launch("cpu_ddp.yaml", *command, check=False, seconds=120).stderr
     told = [line for line in message.splitlines() if line.startswith("error: ")]
-    echo = "error: rank 0 "  # the other's words, where its end comes before it knows
+    echo = "error: rank 0 "  # rank 1's, if rank 0 ends before it has told why
     assert len([line for line in told if not line.startswith(echo)]) == 1
     assert "line 2: label 'Sport' is none of these" in message
     assert "[rank1]" not in message
@@ -122,7 +122,7 @@ def test_a_fault_on_two_ranks_is_one_message(words: list[str], tmp_path: Path) -
 def test_fsdp2_of_a_model_it_cannot_shard(
     words: list[str], tmp_path: Path, tiny_model: Path
 ) -> None:
-    """BART's word embedding is in three places, which accelerate's FSDP2 does not keep together."""
+    """BART's word embedding is in three modules, which accelerate's FSDP2 does not keep tied."""
     from transformers import AutoTokenizer, BartConfig, BartModel
 
     layers = {f"{part}_layers": 1 for part in ("encoder", "decoder")}
@@ -137,8 +137,8 @@ def test_fsdp2_of_a_model_it_cannot_shard(
 
 
 def test_a_model_with_an_idle_parameter(words: list[str], tmp_path: Path, tiny_model: Path) -> None:
-    """XLNet's `mask_emb`: DDP would wait for its gradient, and end at the second update; AdamW has no moments of it,
-    which FSDP2 wants at a resume."""
+    """XLNet's `mask_emb` gets no gradient: DDP would wait for it and fail at the second update. AdamW has no state for it,
+    which FSDP2 needs at a resume."""
     from transformers import AutoTokenizer, XLNetConfig, XLNetModel
 
     sizes = {"vocab_size": 60, "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 32}
@@ -162,7 +162,7 @@ def test_a_model_with_an_idle_parameter(words: list[str], tmp_path: Path, tiny_m
 
 @pytest.mark.parametrize("size", ["16", "4"])
 def test_one_rank_of_many(words: list[str], tmp_path: Path, size: str) -> None:
-    """The first of a series 1, 2, 4: accelerate wraps it in DDP too, on a CPU."""
+    """The start of a scaling series of 1, 2 and 4 ranks: on a CPU, accelerate wraps even one rank in DDP."""
     words = [*words, "--max_steps", "2", "--per_device_train_batch_size", size]
     words += ["--lora_alpha", "32"]
     done = launch("cpu_ddp.yaml", "--num_processes", 1, "-m", "accel_ft.train", *words)
