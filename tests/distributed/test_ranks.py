@@ -1,4 +1,4 @@
-"""Several real ranks on gloo: order, resume, evaluation, and the same curve as one process."""
+"""Several real ranks on gloo: order, resume and evaluation; the same curve as one process."""
 
 import csv
 import io
@@ -24,8 +24,8 @@ def seen(
     rows_file: Path,
     odd_file: Path,
 ) -> dict[int, list[Any]]:
-    """Sample ids and curves, without and with weights, on 1, 2 and 4 ranks; 47 rows, 8 an update, 4 at most a
-    micro-batch.
+    """By number of ranks (1, 2, 4): sample ids, curves without and with weights, micro-batch sizes under `auto`; 47 rows,
+    8 an update, at most 4 a micro-batch.
     """  # fmt: skip
     folder = tmp_path_factory.mktemp("seen")
     results = {}
@@ -57,8 +57,8 @@ def test_every_sample_once_an_epoch(seen: dict[int, list[Any]], ranks: int) -> N
 
 
 def test_one_curve(seen: dict[int, list[Any]]) -> None:
-    """1 process x 2 accumulation steps, 2 ranks and 4 ranks: the same losses and gradient norms, the short last
-    batch of 7 rows included. The tolerance is float32's: sums are taken in another order.
+    """One process with 2 accumulation steps, 2 ranks and 4 ranks: the same losses and gradient norms, also for the last,
+    shorter batch of 7 rows. The tolerance is float32's: sums are taken in another order.
     """
     one = seen[1][1]
     assert len(one) == 12
@@ -68,7 +68,7 @@ def test_one_curve(seen: dict[int, list[Any]]) -> None:
 
 
 def test_one_curve_with_class_weights_and_smoothing(seen: dict[int, list[Any]]) -> None:
-    """Weights differ from rank to rank; the normalisation is by the whole global batch's all the same."""
+    """The ranks' weights differ; the loss is normalised by those of the whole global batch."""
     one = seen[1][2]
     assert one != seen[1][1]
     for ranks in (2, 4):
@@ -92,8 +92,8 @@ def test_auto_is_what_fits_on_the_rank_with_least_room(seen: dict[int, list[Any]
 def test_resume_is_bit_identical(
     tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path, num_ranks: int, steps: Any
 ) -> None:
-    """Dropout, shuffling, 2 accumulation steps, stopped after each of the 12 updates. From 3 ranks on the order of a
-    sum matters.
+    """With dropout, shuffling and 2 accumulation steps; on 2 ranks, after each of the 12 updates. From 3 ranks on, the
+    order of a sum matters.
     """
     words = job_words(tiny_model, rows_file, odd_file, tmp_path)
     words += ["--per_device_train_batch_size", "2"]
@@ -114,7 +114,7 @@ def test_command_line_on_two_ranks_evaluates_as_one(
     odd_file: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As a user runs it: trained on 2 ranks in bf16, then evaluated on 1 and on 2; 21 rows, every id once."""
+    """As a user runs it: trained on 2 ranks in bf16, then evaluated on 1 and on 2. All 21 rows count once."""
     output_dir = tmp_path / "run"
     done = launch(
         "cpu_ddp.yaml",
@@ -122,7 +122,7 @@ def test_command_line_on_two_ranks_evaluates_as_one(
         "accel_ft.train",
         *job_words(tiny_model, rows_file, odd_file, output_dir),
     )
-    assert done.stdout.count("model:") == 1  # rank 0 alone speaks
+    assert done.stdout.count("model:") == 1  # only rank 0 prints
     receipt = json.loads((output_dir / "receipt.json").read_text())
     assert receipt["strategy"] == {
         "distributed_type": "MULTI_CPU", "num_processes": 2, "device": "cpu", "mixed_precision": "bf16", "compile": "NO",
@@ -142,7 +142,7 @@ def test_command_line_on_two_ranks_evaluates_as_one(
     one, two = (json.loads((tmp_path / name).read_text()) for name in ("one.json", "two.json"))
     assert one["num_samples"] == 21
     assert one == two
-    # A machine with another copy: of rows as long, so that every rank has as many batches.
+    # Another machine's file differs, but its rows are as long: every rank has as many batches.
     other = {"test": "another fingerprint"}
     monkeypatch.setattr("accelerate.utils.gather_object", lambda read: [*read, read[0] | other])
     with pytest.raises(DataError, match="rank 1 reads other test rows than rank 0"):
@@ -199,7 +199,7 @@ def test_predict_on_two_ranks_is_predict_on_one(
 def test_fit_in_a_script_leaves_no_group_open(
     tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path
 ) -> None:
-    """At Python's end a thread of gloo may abort the process."""
+    """A gloo thread may abort the process at exit."""
     words = job_words(tiny_model, rows_file, odd_file, tmp_path / "run")
     settings = {
         key.removeprefix("--"): value for key, value in zip(words[::2], words[1::2], strict=True)
@@ -219,7 +219,7 @@ def test_fit_in_a_script_leaves_no_group_open(
 def test_a_machine_with_another_model(
     tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path
 ) -> None:
-    """DDP would send rank 0's weights to layers of other sizes of dropout; FSDP2 would mix both."""
+    """DDP would send rank 0's weights to layers with another dropout; FSDP2 would mix the weights."""
     other = shutil.copytree(tiny_model, tmp_path / "other")
     about = json.loads((other / "config.json").read_text())
     weights = load_file(other / "model.safetensors")

@@ -1,4 +1,4 @@
-"""The doctor names what is wrong with broken programs on 2 ranks, and its mends work."""
+"""On 2 ranks the doctor names what is wrong with broken programs, and the fixes it offers work."""
 
 import json
 import signal
@@ -13,7 +13,7 @@ from accel_ft.diagnosis.postmortem import post_mortem
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Findings by broken program, of one launch for all of them."""
+    """Findings by broken program; one launch runs them all."""
     out = tmp_path_factory.mktemp("sick") / "found.json"
     script = Path(__file__).with_name("sick.py")
     run(
@@ -82,7 +82,7 @@ def test_rows_never_read(found: dict[str, Any]) -> None:
 
 
 def test_gradient_strides(found: dict[str, Any]) -> None:
-    """The warning goes with either mend, and not with the hook that is found everywhere."""
+    """Either fix removes PyTorch's warning; the hook that is commonly recommended does not."""
     cases = found["strided"]
     assert cases["warned"] == [True, True, False, False]
     assert cases["broken"]["verdict"] == "FAIL"
@@ -119,7 +119,7 @@ ENDS = {
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the ranks of each of these programs left, all started at once."""
+    """The folder with the files left by these programs, all started at once."""
     folder = tmp_path_factory.mktemp("ends")
     run("python", Path(__file__).with_name("ends.py"), folder, *ENDS)
     return folder
@@ -135,7 +135,7 @@ def test_who_ended_where(ends: Path, fault: str) -> None:
     assert ENDS[fault] in finding.measured, (finding, codes)
     assert (finding.verdict == "PASS") == (fault == "nothing")
     first, _, others = finding.measured.partition(", rank ")
-    if "rank 1 at" in ENDS[fault]:  # rank 0 only felt it
+    if "rank 1 at" in ENDS[fault]:  # rank 0 only sees its connection break
         assert first.startswith("rank 1 at")
         assert "Connection" in others
     if fault == "exception":
@@ -147,5 +147,5 @@ def test_who_ended_where(ends: Path, fault: str) -> None:
     if "a hang" in ENDS[fault]:
         assert all("at stage step 2 at File" in words for words in (first, others))
         assert all("in train: " in words for words in (first, others))
-        assert "in train: Timeout (" in finding.measured  # the other may feel its end
+        assert "in train: Timeout (" in finding.measured  # the other may lose its connection
         assert "TORCH_NCCL_TRACE_BUFFER_SIZE" in finding.mend

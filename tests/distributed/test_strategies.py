@@ -1,4 +1,4 @@
-"""One curve under every strategy, any checkpoint under any strategy, on real ranks (gloo)."""
+"""The same curve under every strategy; every checkpoint resumes under every strategy; real ranks on gloo."""
 
 import json
 from collections.abc import Sequence
@@ -21,19 +21,19 @@ STRATEGIES = {
     "ddp2": (2, "cpu_ddp.yaml"),
     "fsdp2": (2, "cpu_fsdp2.yaml"),
     "fsdp3": (3, "cpu_fsdp2.yaml"),
-    "fsdp1": (2, "fsdp1.yaml"),  # see worker.py
+    "fsdp1": (2, "fsdp1.yaml"),  # worker.py allows it on the CPU
 }
 ADAPTED = {
     "lora": ["--lora_r", "4", "--learning_rate", "0.02"],
     "frozen": ["--freeze", "encoder", "--learning_rate", "0.1", "--layerwise_lr_decay", "0.9"],
 }
 ADAPTED_SAVED_AT = 5
-SAVED_AT, LAST = 2, 12  # ten updates follow; none does
+SAVED_AT, LAST = 2, 12  # followed by ten updates, and by none
 
 
 def on(strategy: str, folder: Path, *tasks: dict[str, Any], precision: str = "no") -> list[Any]:
     ranks, config = STRATEGIES[strategy]
-    if strategy == "fsdp1":  # the shipped one, changed only in what the CPU asks for
+    if strategy == "fsdp1":  # the shipped YAML, changed only for the CPU
         settings = yaml.safe_load((ROOT / "accelerate_configs" / config).read_text())
         settings["use_cpu"], settings["fsdp_config"]["fsdp_sync_module_states"] = True, False
         config = str(folder / config)
@@ -42,7 +42,7 @@ def on(strategy: str, folder: Path, *tasks: dict[str, Any], precision: str = "no
 
 
 class Whole(NamedTuple):
-    """What was seen under one strategy; a curve is the loss and the gradient norm of each update."""
+    """Results under one strategy; a curve is the loss and the gradient norm of each update."""
 
     folder: Path
     curve: list[list[float]]
@@ -55,7 +55,7 @@ class Whole(NamedTuple):
 def whole(
     tmp_path_factory: pytest.TempPathFactory, still_model: Path, rows_file: Path, odd_file: Path
 ) -> dict[str, "Whole"]:
-    """Under each strategy, on the same ranks: a run with checkpoints, and what else is asked of them."""
+    """By strategy, all on the same ranks: a run with checkpoints, and the other tasks."""
     runs = {}
     for strategy in STRATEGIES:
         folder = tmp_path_factory.mktemp(strategy)
@@ -94,7 +94,7 @@ def test_one_curve(whole: dict[str, Any], strategy: str) -> None:
 @pytest.mark.parametrize("kind", ADAPTED)
 @pytest.mark.parametrize("strategy", ["ddp2", "fsdp2"])
 def test_adapters_have_one_curve(whole: dict[str, Any], strategy: str, kind: str) -> None:
-    """What is trained in part is the same under every strategy; so is the model that is left."""
+    """Adapters, or a partly frozen model: the same curve and final model under every strategy."""
     for ours, theirs in zip(
         whole[strategy].adapted[kind], whole["single"].adapted[kind], strict=True
     ):
@@ -112,7 +112,7 @@ def test_adapters_have_one_curve(whole: dict[str, Any], strategy: str, kind: str
 def test_adapters_resume_under_any_strategy(
     whole: dict[str, Any], source: str, target: str, tmp_path: Path
 ) -> None:
-    """Their checkpoints hold them and the head alone, and go on under another strategy."""
+    """Checkpoints hold only adapters and head, and resume under another strategy."""
     folder = whole[source].folder.with_name("lora")
     checkpoint = folder / f"checkpoints/step_{ADAPTED_SAVED_AT:08d}"
     for _, path in transaction.list_published(folder / "checkpoints"):
@@ -131,10 +131,10 @@ def test_adapters_resume_under_any_strategy(
 def test_compiled_and_sharded_adapters_are_loaded(
     by_layers: Sequence[str], tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path
 ) -> None:
-    """Through compile, torch asks a checkpoint for what is frozen; the best one is loaded at the end."""
+    """Through compile's wrapper, torch would demand frozen parameters of the best checkpoint, loaded at the end."""
     words = [*job_words(tiny_model, rows_file, odd_file, tmp_path / "run"), "--lora_r", 2]
     words += ["--load_best_model_at_end", "true", "--eval_steps", 1, "--max_steps", 2]
-    words += ["--max_seq_length", 8]  # one width: each is compiled
+    words += ["--max_seq_length", 8]  # one width: each new one is compiled
     options = ("--mixed_precision", "no", "--dynamo_backend", "eager", *by_layers)
     launch("cpu_fsdp2.yaml", *options, "-m", "accel_ft.train", *words)
     assert events_of(tmp_path / "run")[-1]["model_step"] == 1
@@ -145,8 +145,8 @@ def test_compiled_and_sharded_adapters_are_loaded(
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp3"])
 def test_sharding_is_real(whole: dict[str, Any], strategy: str) -> None:
-    """Each rank holds its share of parameters and optimizer state; rows that do not divide cost a little.
-    Nothing joins the weights of a layer, which would be held whole until the backward pass.
+    """Each rank holds its share of parameters and optimizer state, a little more if rows do not divide evenly. No weights
+    of a layer are joined: they would stay gathered until the backward pass.
     """
     shares = whole[strategy].shares
     assert shares["ours"] == ["first_token_attention"]
@@ -162,8 +162,8 @@ def test_sharding_is_real(whole: dict[str, Any], strategy: str) -> None:
 PAIRS = [(a, b) for a in ("single", "ddp2", "fsdp2") for b in ("single", "ddp2", "fsdp2")]
 PAIRS += [("ddp2", "fsdp3"), ("fsdp3", "single")]
 PAIRS += [("fsdp1", "fsdp1"), ("fsdp1", "single"), ("fsdp1", "fsdp2"), ("fsdp2", "fsdp1")]
-PAIRS.remove(("single", "single"))  # test_run.py
-PAIRS.remove(("ddp2", "ddp2"))  # test_ranks.py
+PAIRS.remove(("single", "single"))  # in test_run.py
+PAIRS.remove(("ddp2", "ddp2"))  # in test_ranks.py
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def resumed(
     rows_file: Path,
     odd_file: Path,
 ) -> dict[tuple[str, int, str], tuple[Path, list[list[float]]]]:
-    """By strategy, update it was saved at, and strategy it went on under: the run."""
+    """The resumed runs, by source strategy, update of the checkpoint, and target strategy."""
     results = {}
     for target in STRATEGIES:
         folder = tmp_path_factory.mktemp(f"into_{target}")
@@ -195,7 +195,7 @@ def resumed(
 def test_any_checkpoint_resumes_under_any_strategy(
     whole: dict[str, Any], resumed: dict[tuple[str, int, str], Any], source: str, target: str
 ) -> None:
-    """The updates that follow are those of the uninterrupted run; under the same strategy bit for bit."""
+    """The updates that follow are those of the uninterrupted run, bit for bit if the strategy is the same."""
     folder, curve = resumed[source, SAVED_AT, target]
     expected = whole[source].curve[SAVED_AT:]
     if source == target:
@@ -211,7 +211,7 @@ def test_any_checkpoint_resumes_under_any_strategy(
 
 
 def test_commands_open_sharded_checkpoints(whole: dict[str, Any], tmp_path: Path) -> None:
-    """Also when they are themselves launched under FSDP, whose `prepare` refuses a model without optimizer."""
+    """Even when launched under FSDP, whose `prepare` refuses a model without an optimizer."""
     scores = {}
     name = f"step_{SAVED_AT:08d}"
     words = [
@@ -235,14 +235,14 @@ def test_commands_open_sharded_checkpoints(whole: dict[str, Any], tmp_path: Path
 def test_bf16_as_the_yaml_has_it(
     tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path
 ) -> None:
-    """The shipped YAML on the command line, dropout and all: loss within bf16's precision of one process's."""
+    """The shipped YAML on the command line, with dropout: the loss is within bf16's precision of one process's."""
     losses = []
     for config in ("cpu_fsdp2.yaml", "cpu.yaml"):
         output_dir = tmp_path / config
         words = job_words(tiny_model, rows_file, odd_file, output_dir)
         words += ["--max_steps", "2", "--save_steps", "2"]
         done = launch(config, "-m", "accel_ft.train", *words)
-        assert "returned a view" not in done.stderr  # of which FSDP2 warns
+        assert "returned a view" not in done.stderr  # a warning of FSDP2
         receipt = json.loads((output_dir / "receipt.json").read_text())
         assert receipt["strategy"]["mixed_precision"] == "bf16"
         first = json.loads((output_dir / "metrics.jsonl").read_text().splitlines()[0])
@@ -264,8 +264,8 @@ def test_the_doctor_finds_nothing_under_fsdp1(
 
 @pytest.mark.parametrize("strategy", ["ddp2", "fsdp2", "fsdp1"])
 def test_a_sick_number_of_one_rank_is_seen_by_all(whole: dict[str, Any], strategy: str) -> None:
-    """Rank 1's fifth micro-batch: up to it the curve is that of any run, then the update is skipped, or passed over
-    after a rollback, by both ranks. Saving before the first update, as rollback does, leaves the curve alone.
+    """The loss of rank 1's fifth micro-batch is NaN. Until then the curve is the usual one; then both ranks skip the
+    update, or roll back and pass over it. Rollback's save before the first update does not change the curve.
     """  # fmt: skip
     for policy, curve in whole[strategy].sick.items():
         assert curve[:4] == whole[strategy].curve[:4]
@@ -298,8 +298,8 @@ print(json.dumps(found))
 
 
 def test_export_of_every_strategy(whole: dict[str, Any], tmp_path: Path) -> None:
-    """Exported from the last checkpoint, read by transformers alone, on 100 rows: bit for bit the logits of the
-    model the run itself left (which every rank's share was gathered for), and those of the other strategies.
+    """Exported from the last checkpoint and read by transformers alone, on 100 rows: bit for bit the logits of the run's
+    final model, which is gathered from all ranks; and, up to rounding, those of the other strategies.
     """
     from accel_ft.data.sources import file_source
 
@@ -332,7 +332,7 @@ def test_export_of_every_strategy(whole: dict[str, Any], tmp_path: Path) -> None
 def test_the_same_state_leaves_the_same_model(
     whole: dict[str, Any], resumed: dict[tuple[str, int, str], Any]
 ) -> None:
-    """One process's last checkpoint, opened and left as a model under DDP and FSDP2: bit for bit the same weights."""
+    """One process's last checkpoint, resumed under DDP and FSDP2, leaves a model with the same weights bit for bit."""
     expected = load_file(whole["single"].folder / "model" / "model.safetensors")
     for strategy in ("ddp2", "fsdp2"):
         folder, _ = resumed["single", LAST, strategy]

@@ -1,4 +1,4 @@
-"""Two hosts of the test's own: network namespaces joined by a virtual cable, one `accelerate launch` on each."""
+"""Two hosts made by the test: network namespaces joined by a virtual cable, with one `accelerate launch` on each."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from conftest import ROOT, events_of, job_words
 
 from accel_ft import train
 
-# Their names are the machine's, which may run this test twice at once; addresses are each pair's own.
+# Namespace names are shared by all runs on a machine, hence the pid; addresses are private to each pair.
 HOSTS = {f"accel_ft_{os.getpid()}_{number}": f"10.77.0.{number + 1}" for number in range(2)}
 
 
@@ -24,7 +24,7 @@ def ip(*words: str) -> None:
 
 @pytest.fixture
 def hosts() -> Iterator[None]:
-    """Make the namespaces; skip where that is not allowed."""
+    """Make the namespaces; skip if that is not allowed."""
     if shutil.which("ip") is None:
         pytest.skip("needs the command `ip` (iproute2)")
     try:
@@ -33,7 +33,7 @@ def hosts() -> Iterator[None]:
         except (subprocess.CalledProcessError, PermissionError) as error:
             pytest.skip(f"may not make network namespaces: {getattr(error, 'stderr', error)}")
         yield
-    finally:  # what there is, also of half of them
+    finally:  # even if only some were made
         for host in HOSTS:
             subprocess.run(
                 ["ip", "netns", "del", host], capture_output=True, timeout=20, check=False
@@ -52,7 +52,7 @@ def join_hosts() -> None:
 
 
 def on_the_cpu(name: str, folder: Path) -> Path:
-    """A shipped multi-node YAML, changed only in what the CPU and the number of ranks ask for."""
+    """A shipped multi-node YAML, changed only for the CPU and the number of ranks."""
     settings = yaml.safe_load((ROOT / "accelerate_configs" / name).read_text())
     settings |= {"use_cpu": True, "num_processes": 2, "mixed_precision": "no"}
     settings.pop("gpu_ids")
@@ -62,7 +62,7 @@ def on_the_cpu(name: str, folder: Path) -> Path:
 
 
 def train_on_both(config: Path, words: list[str], *on_second: str) -> tuple[list[int], list[str]]:
-    """Launch on each host, with more words on the second; return exit codes and what they said."""
+    """Launch on each host, with extra arguments on the second; return exit codes and error outputs."""
     processes = []
     for rank, host in enumerate(HOSTS):
         command = [
@@ -103,7 +103,7 @@ def test_two_hosts_train_the_curve_of_one_process(
 def test_hosts_with_other_jobs(
     hosts, tmp_path: Path, still_model: Path, rows_file: Path, odd_file: Path
 ) -> None:
-    """Each host has its own command: replicas would part, or wait for each other."""
+    """Each host has its own command line; if they differed, replicas would diverge or wait for each other."""
     words = job_words(still_model, rows_file, odd_file, tmp_path / "run")
     config = on_the_cpu("multi_node_ddp.yaml", tmp_path)
     codes, errors = train_on_both(config, words, "--learning_rate", "3e-3", "--eval_steps", "2")
@@ -148,7 +148,7 @@ os._exit(0)  # gloo's threads may abort a process at Python's end
 
 @pytest.mark.parametrize("name", ["of_{}", "of_both", "full_{}"])
 def test_a_folder_that_hosts_do_not_share(tmp_path: Path, name: str) -> None:
-    """Each would keep its part of a checkpoint, and no one could read it."""
+    """Each would keep its part of a checkpoint, and nobody could read it."""
     command = [sys.executable, "-c", FOLDER_OF_EACH, str(tmp_path), name]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

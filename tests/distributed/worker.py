@@ -1,5 +1,5 @@
-"""Ranks that `on_ranks` asks for: forked from this process, which has the libraries loaded and runs nothing itself, in
-the environment that accelerate's launcher makes of a YAML, without the launcher. Half of a launch is imports.
+"""Ranks for `on_ranks`, forked from this process, which has imported the libraries and runs nothing itself. They get
+the environment that `accelerate launch` would make from a YAML, without a launch, half of which is imports.
 """
 
 import contextlib
@@ -40,9 +40,9 @@ from accel_ft.settings import parse
 
 
 def allow_fsdp1_on_the_cpu() -> None:
-    """Let FSDP1 train on gloo, which the launch checks refuse: gathering its whole state into memory
-    of the host, as a run does once, at its end, ends the process on the CPU."""
-    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # accelerate takes FSDP1 for a GPU's
+    """Let FSDP1 train on gloo, which the launch checks refuse: gathering its full state into host memory, as a run does
+    once, at its end, crashes the process on the CPU."""
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # accelerate assumes a GPU for FSDP1
     launch.refuse_impossible = lambda *_: None
     kind = FullyShardedDataParallel
 
@@ -53,11 +53,11 @@ def allow_fsdp1_on_the_cpu() -> None:
     Accelerator.get_state_dict = whole_state
 
 
-SCALER: dict[str, Any] = {}  # what a task asks of the loss scaler
+SCALER: dict[str, Any] = {}  # the loss scaler's settings, from a task
 
 
 def allow_fp16_on_the_cpu() -> None:
-    """Give the `Accelerator` what it has on a GPU: autocast, and a loss scaler of the kind it takes there."""
+    """Give the `Accelerator` what it has on a GPU: autocast, and the kind of loss scaler used there."""
     launch.refuse_impossible = lambda *_: None
     make = launch.make_accelerator
     kind = ShardedGradScaler if os.environ.get("FSDP_VERSION") == "1" else torch.amp.GradScaler
@@ -71,7 +71,7 @@ def allow_fp16_on_the_cpu() -> None:
 
 
 def scaled(task: dict[str, Any]) -> list[Any]:
-    """By update and rank: loss scale, AdamW's count of steps, a digest of the weights; then what `curve` returns."""
+    """Loss scale, AdamW's step count and a digest of the weights, by update and rank; then the result of `curve`."""
     SCALER.update(task.get("scaler", {}))
     after, seen = Run.after_update, []
 
@@ -91,7 +91,7 @@ def scaled(task: dict[str, Any]) -> list[Any]:
 
 
 def built(words: list[str], accelerator: Any) -> Run:
-    """The parts of a run, not started."""
+    """Build a run without starting it."""
     config = parse(TrainConfig, words, "train")
     ranks = config.output_dir / "ranks"
     watch = Watch(ranks, accelerator.process_index, accelerator.num_processes, 60)
@@ -99,7 +99,7 @@ def built(words: list[str], accelerator: Any) -> Run:
 
 
 def sample_ids(task: dict[str, Any]) -> list[list[list[int]]]:
-    """Ids by epoch and rank, as the loop's own loader brings them."""
+    """Sample ids by epoch and rank, from the training loop's own loader."""
     accelerator = make_accelerator()
     run = built(task["words"], accelerator)
     epochs = []
@@ -117,14 +117,14 @@ def sample_ids(task: dict[str, Any]) -> list[list[list[int]]]:
 
 def curve(task: dict[str, Any]) -> list[list[float]]:
     """Loss and gradient norm of every update of a run."""
-    GradientState()._set_sync_gradients(False)  # as a `fit` leaves it that was cut short
+    GradientState()._set_sync_gradients(False)  # as left by an interrupted `fit`
     train.main(task["words"])
     output_dir = Path(task["words"][task["words"].index("--output_dir") + 1])
     return logged(output_dir)
 
 
 def fitted(task: dict[str, Any]) -> list[int]:
-    """Micro-batch of each rank under `auto`, where the last rank has room for two rows alone."""
+    """Micro-batch size of each rank under `auto`, if the last rank has memory for only two rows."""
     from accel_ft.engine import fitting
 
     accelerator, measure, needs = make_accelerator(), fitting.measured_need, []
@@ -142,13 +142,13 @@ def fitted(task: dict[str, Any]) -> list[int]:
 
     fitting.measured_need, fitting.device_bytes = keep, room
     words = [*task["words"], "--per_device_train_batch_size", "auto"]
-    built(words, accelerator)  # with room without end; what it measures says how much two rows are
+    built(words, accelerator)  # with unlimited memory; `keep` notes what rows need
     run = built(words, accelerator)
     return gather_object([run.config.per_device_train_batch_size])
 
 
 def sick_curve(task: dict[str, Any]) -> list[list[float]]:
-    """A run in which the last rank's loss of its 5th micro-batch is no number."""
+    """Curve of a run in which the last rank's 5th micro-batch has a NaN loss."""
     accelerator, weighted_loss, calls = make_accelerator(), loop.weighted_loss, 0
 
     def sick_loss(*args: Any) -> torch.Tensor:
@@ -172,7 +172,7 @@ def logged(output_dir: Path) -> list[list[float]]:
 
 
 def resume_everywhere(task: dict[str, Any]) -> None:
-    """One uninterrupted run, then one resumed after each of its updates, in folders beside it."""
+    """Train without interruption, then resume after each of `steps`, in folders beside it."""
     accelerator = make_accelerator()
     whole = Path(task["folder"]) / "whole"
     train.main([*task["words"], "--output_dir", str(whole)])
@@ -183,7 +183,7 @@ def resume_everywhere(task: dict[str, Any]) -> None:
                 name = f"step_{number:08d}"
                 shutil.copytree(whole / "checkpoints" / name, run / "checkpoints" / name)
             shutil.copy(whole / "metrics.jsonl", run / "metrics.jsonl")
-            ahead = (run / "metrics.jsonl").read_text().splitlines()[:-1]  # not its "end"
+            ahead = (run / "metrics.jsonl").read_text().splitlines()[:-1]  # without the "end" event
             (run / "metrics.jsonl").write_text("\n".join(ahead) + "\n")
         accelerator.wait_for_everyone()
         train.main([*task["words"], "--output_dir", str(run), "--resume_from_checkpoint", "latest"])
@@ -199,7 +199,7 @@ def resume_from(task: dict[str, Any]) -> list[list[float]]:
 
 
 def told_of_another_model(task: dict[str, Any]) -> list[str]:
-    """What each rank is told where the last one has another folder under the model's name."""
+    """The error of each rank if the last one finds another folder under the model's name."""
     accelerator, resolve = make_accelerator(), load.resolve
     name = task["job"]["model_name_or_path"]
 
@@ -216,7 +216,7 @@ def told_of_another_model(task: dict[str, Any]) -> list[str]:
 
 
 def examined(task: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the doctor finds."""
+    """The doctor's findings."""
     found = Path(task["json"])
     with contextlib.suppress(SystemExit):
         doctor.main([*task["words"], "--json", str(found)])
@@ -224,8 +224,8 @@ def examined(task: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def shares(task: dict[str, Any]) -> dict[str, Any]:
-    """Bytes of parameters and optimizer state that each rank holds, after one update; and the
-    forward passes of ours in the model's modules, with attention as on a GPU.
+    """Bytes of parameters and optimizer state on each rank after one update; and which forward passes of accel_ft the
+    model's modules have, with attention as on a GPU.
     """
     load_as_it_is = partial(load.load_for_training, device=None)
     with mock.patch.object(load, "load_for_training", lambda *given: load_as_it_is(*given[:2])):
@@ -247,7 +247,7 @@ def shares(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def environment_of(words: list[str]) -> tuple[dict[str, str], bool]:
-    """What `accelerate launch` puts into the environment of its ranks, and whether it starts them as a group."""
+    """The environment `accelerate launch` gives its ranks, and whether it starts them as a group."""
     args = launch_command_parser().parse_args([*words, __file__])
     args, _, _ = _validate_launch_command(args)
     if args.use_fsdp or args.multi_gpu:
@@ -256,7 +256,7 @@ def environment_of(words: list[str]) -> tuple[dict[str, str], bool]:
 
 
 def do_tasks(tasks: list[dict[str, Any]], result: Path) -> None:
-    """What each rank does; rank 0 writes what was seen."""
+    """Run the tasks on one rank; rank 0 writes their results."""
     torch.set_num_threads(1)
     if os.environ.get("FSDP_VERSION") == "1":
         allow_fsdp1_on_the_cpu()
@@ -268,7 +268,7 @@ def do_tasks(tasks: list[dict[str, Any]], result: Path) -> None:
 
 
 def main() -> None:
-    """Answer each line of the input, in which there are tasks, with a line."""
+    """Answer each line of tasks from standard input with a line of results."""
     end_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -281,7 +281,7 @@ def main() -> None:
             before=lambda _, new=environment: os.environ.update(new), is_group=is_group,
         )  # fmt: skip
         with contextlib.suppress(TimeoutError):
-            ranks.wait(asked["seconds"], grace=15)  # the launcher ends the others, too
+            ranks.wait(asked["seconds"], grace=15)  # like a launcher, end the others
         codes = [ranks.codes[pid] for pid in ranks.pids]
         found = json.loads(result.read_text()) if not any(codes) else None
         print(json.dumps({"codes": codes, "found": found}), file=answers, flush=True)
