@@ -10,7 +10,7 @@ forward = loop.forward
 
 
 def broken_forward(model, batch):
-    """Fail once the file is there."""
+    """Fail once the file exists."""
     if os.environ["RANK"] == os.environ["BROKEN_RANK"] and os.path.exists(os.environ["FAULT"]):
         raise ValueError("the moon is not made of cheese")
     return forward(model, batch)

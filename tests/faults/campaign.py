@@ -1,7 +1,8 @@
-"""What can happen to a run, done to it: python tests/faults/campaign.py [--full] [--only NAME ...] [--break PART ...]
+"""Fault injection into training runs: python tests/faults/campaign.py [--full] [--only NAME ...] [--break PART ...]
 
-Prints one line a scenario: tried, survived, worst time. The short version runs with the tests; `make faults` runs the
-whole. `--break` then takes a part at a time out of the program, and a scenario must notice. Exits with 0 where all is as it should.
+Prints one line for each scenario: tried, survived, worst time. The short version runs with the tests; `make faults` runs
+the full one. `--break` also disables safeguards of the program, one at a time; a scenario must notice each. The exit code
+is 0 if all is as it should be.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from typing import Any
 os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
 
-import conftest  # before the libraries: it sets their cache
+import conftest  # before the libraries: it sets their cache folder
 import psutil
 import torch
 import transformers  # noqa: F401
@@ -38,7 +39,7 @@ from accel_ft.errors import CheckpointError, UserError
 from accel_ft.runtime.logging import read_events
 
 torch.set_num_threads(1)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup` has its children ignore
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` makes child processes ignore it
 logging.getLogger("accel_ft").setLevel(logging.ERROR)
 
 NUM_UPDATES, SAVE_STEPS = 12, 3
@@ -50,13 +51,13 @@ class Lost(AssertionError):
 
 
 def check(holds: bool, what: str) -> None:
-    """Fail the attempt where something does not hold."""
+    """Fail the attempt if a condition does not hold."""
     if not holds:
         raise Lost(what)
 
 
 def training(words: list[Any], num_ranks: int, log: Path, **kwargs: Any) -> Ranks:
-    """Ranks that train, by a command line of accel_ft.train."""
+    """Start ranks that train, with the arguments of accel_ft.train."""
 
     def act() -> None:
         os.environ |= {"ACCELERATE_USE_CPU": "true"} if num_ranks > 1 else {}
@@ -66,12 +67,12 @@ def training(words: list[Any], num_ranks: int, log: Path, **kwargs: Any) -> Rank
 
 
 class Bench:
-    """Where the scenarios work: a folder, a tiny model, rows, reference runs.
+    """Where the scenarios work: folder, tiny model, rows, reference runs.
 
     Attributes:
         folder: everything is below it.
-        random: the moments; seeded for each scenario.
-        patience: what the promised seconds are multiplied by, on a machine that is busy or slow.
+        random: draws the moments; seeded for each scenario.
+        patience: factor on the promised times, for a busy or slow machine.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -85,27 +86,27 @@ class Bench:
         self.log = folder / "nothing launched yet"
 
     def words(self, run: Path, *more: object) -> list[Any]:
-        """A job with dropout, shuffling, accumulation and an epoch's edge: 12 updates, saved each 3."""
+        """Arguments of a job with dropout, shuffling, accumulation and two epochs: 12 updates, a save every 3."""
         words = conftest.job_words(self.model, self.rows, self.eval_rows, run)
         return [*words, "--save_steps", SAVE_STEPS, "--save_total_limit", 2, *more]
 
     def new_run(self) -> Path:
-        """A folder for a run."""
+        """A folder name for a run."""
         self.count += 1
         return self.folder / "runs" / f"run_{self.count:05d}"
 
     def start(self, run: Path, num_ranks: int, *more: object, **kwargs: Any) -> Ranks:
-        """Start the job, or go on with it."""
+        """Start the job, or resume it."""
         run.parent.mkdir(exist_ok=True)
         words = self.words(run, "--resume_from_checkpoint", "latest", *more)
         self.ranks = training(words, num_ranks, run.with_suffix(".log"), **kwargs)
         return self.ranks
 
     def reference(self, num_ranks: int, *more: object) -> tuple[dict[str, object], float]:
-        """What an uninterrupted run leaves, and how long it takes."""
+        """What an uninterrupted run leaves, and the seconds it takes."""
         key = (num_ranks, *more)
         if key not in self.references:
-            for _ in range(1 if self.references else 2):  # the first one tokenises
+            for _ in range(1 if self.references else 2):  # the first run tokenises
                 run = self.new_run()
                 ranks = self.start(run, num_ranks, *more)
                 codes = ranks.wait()
@@ -115,9 +116,9 @@ class Bench:
         return self.references[key]
 
     def resume(self, run: Path, num_ranks: int, *more: object) -> None:
-        """Go on to the end; weights, optimizer and every logged value must be those of the reference."""
+        """Resume to the end; weights, optimizer and every logged value must equal the reference's."""
         for folder in (run / "checkpoints").glob("step_*"):
-            transaction.verify(folder)  # nothing unfinished under a published name
+            transaction.verify(folder)  # no published checkpoint is incomplete
         codes = self.start(run, num_ranks, *more).wait()
         check(codes == [0] * num_ranks, f"resume ended with {codes}: {tail(run)}")
         check(conftest.run_hash(run) == self.reference(num_ranks, *more)[0], "another result")
@@ -125,19 +126,19 @@ class Bench:
 
 
 def tail(run: Path) -> str:
-    """The end of what a run printed."""
+    """The end of a run's output."""
     log = run.with_suffix(".log")
     return log.read_text(errors="replace")[-1500:] if log.exists() else ""
 
 
 def steps_logged(run: Path) -> int:
-    """Updates in metrics.jsonl."""
+    """The last update in metrics.jsonl."""
     events = read_events(run / "metrics.jsonl")
     return max((e["step"] for e in events if e["event"] == "train"), default=0)
 
 
 def check_work_lost(run: Path) -> None:
-    """After a kill, the newest checkpoint that a resume can take is at most one save interval behind the log."""
+    """After a kill, the newest checkpoint that a resume can use must be at most one save interval behind the log."""
     saved = [step for step, _ in transaction.list_published(run / "checkpoints")]
     saved += [int(path.name[-8:]) for path in (run / "checkpoints").glob(".sealed-*-step_*")]
     lost = steps_logged(run) - max(saved, default=0)
@@ -164,7 +165,7 @@ FILE_EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chm
 
 
 def on_each_file_event(run: Path, act: Callable[[int, str], None]) -> None:
-    """Call `act` with a number before each operation on a file below the run's checkpoints."""
+    """Call `act` with a number and a description before each file operation below the run's checkpoints."""
     prefix, count = str(run / "checkpoints"), 0
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
@@ -185,7 +186,7 @@ def on_each_file_event(run: Path, act: Callable[[int, str], None]) -> None:
 
 
 def file_events(bench: Bench, num_ranks: int) -> tuple[int, int]:
-    """Numbers of rank 0's first and last file operation of the third save, which prunes the first one."""
+    """Numbers of the first and last of rank 0's file operations in the third save, which prunes the first checkpoint."""
     run = bench.new_run()
     log = run.with_suffix(".events")
 
@@ -206,7 +207,7 @@ def file_events(bench: Bench, num_ranks: int) -> tuple[int, int]:
 
 
 def kill_at(bench: Bench, num_ranks: int, event: int, victim: int | None) -> None:
-    """SIGKILL of all ranks, or of one alone, before rank 0's file operation number `event`."""
+    """SIGKILL of all ranks, or of one, before rank 0's file operation number `event`."""
     run = bench.new_run()
 
     def before(rank: int) -> None:
@@ -233,7 +234,7 @@ def kill_at(bench: Bench, num_ranks: int, event: int, victim: int | None) -> Non
     codes = ranks.wait()
     seconds = time.monotonic() - killed
     check(-signal.SIGKILL in codes, f"event {event} was not met: {codes}")
-    limit = 8.0 * bench.patience  # of which 3 for rank 0's words
+    limit = 8.0 * bench.patience  # including 3 s for rank 0's message
     check(seconds < limit, f"the other ranks ended after {seconds:.1f} s")
     check(0 not in codes, f"ended as if nothing had been: {codes}")
     check_work_lost(run)
@@ -242,7 +243,7 @@ def kill_at(bench: Bench, num_ranks: int, event: int, victim: int | None) -> Non
 
 
 def kills(bench: Bench, tries: int) -> Iterator[Callable[[], None]]:
-    """All ranks killed at random moments and before each file operation of a save; 1 and 2 ranks."""
+    """All ranks killed at random moments, and before file operations of a save; 1 and 2 ranks."""
     done = 0
     for num_ranks in (1, 2):
         first, last = file_events(bench, num_ranks)
@@ -257,7 +258,7 @@ def kills(bench: Bench, tries: int) -> Iterator[Callable[[], None]]:
 
 
 def one_rank_killed_in_a_save(bench: Bench, tries: int) -> Iterator[Callable[[], None]]:
-    """One of two ranks killed before a file operation of a save: nothing half published, both gone in 5 s."""
+    """One of two ranks killed before a file operation of a save: nothing half published, both ranks gone in 8 s."""
     first, last = file_events(bench, 2)
     for number in range(tries):
         event = bench.random.randint(first, last - 8)  # later, rank 1 may rightly be ahead
@@ -265,7 +266,7 @@ def one_rank_killed_in_a_save(bench: Bench, tries: int) -> Iterator[Callable[[],
 
 
 def killed_20_times(bench: Bench, number: int) -> None:
-    """One run killed 20 times and gone on with each time."""
+    """One run killed 20 times, and resumed each time."""
     num_ranks = 1 + number % 2
     run, more = bench.new_run(), ("--num_train_epochs", 11)
     bench.reference(num_ranks, *more)
@@ -282,11 +283,11 @@ def killed_20_times(bench: Bench, number: int) -> None:
     bench.resume(run, num_ranks, *more)
 
 
-# 2. A power cut: what was not fsynced is not on the disk.
+# 2. A power cut: data that was not fsynced is lost.
 
 
 def power_cut(bench: Bench, number: int) -> None:
-    """At each rename of a save, files keep only the content that was fsynced; what is published must still verify."""
+    """At each rename of a save, files keep only fsynced content; what is published must still verify."""
     num_ranks = 1 + number % 2
     run = bench.new_run()
     disk = run.with_suffix(".disk")
@@ -326,7 +327,7 @@ def power_cut(bench: Bench, number: int) -> None:
 
 
 def checkpoints_of(bench: Bench, strategy: str) -> Path:
-    """Checkpoints folder of a short run under a strategy: cpu, cpu_ddp or cpu_fsdp2."""
+    """Checkpoints folder of a short run with a launch configuration: cpu, cpu_ddp or cpu_fsdp2."""
     run = bench.folder / f"saved_{strategy}"
     if not run.exists():
         words = [*bench.words(run), "--max_steps", 6, "--ddp_timeout", 60]
@@ -340,8 +341,8 @@ def checkpoints_of(bench: Bench, strategy: str) -> Path:
 
 
 def damage(bench: Bench, flips: int) -> Iterator[Callable[[], None]]:
-    """Every file of a checkpoint of each strategy cut to 0, 50 and 99 %, removed, and one bit flipped at many
-    offsets: found and named each time, the older checkpoint taken."""
+    """Every file of a checkpoint of each strategy, cut to 0, 50 and 99 %, removed, or with one bit flipped, at several
+    offsets: each time the damage is found, the file is named, and the older checkpoint is taken."""
     for strategy in ("cpu", "cpu_ddp", "cpu_fsdp2"):
         root = bench.new_run()
         shutil.copytree(checkpoints_of(bench, strategy), root)
@@ -380,7 +381,7 @@ def _damaged(
             file.write_bytes(was)
 
 
-# 4. Sick ranks, under `accelerate launch`.
+# 4. One rank killed, stopped or failing, under `accelerate launch`.
 
 
 def launch(bench: Bench, config: str, words: list[Any], **kwargs: Any) -> subprocess.Popen[str]:
@@ -413,7 +414,7 @@ def log_of(bench: Bench) -> str:
 
 
 class Launched:
-    """A long job on 2 ranks (or 1) under `accelerate launch`, that has begun to train."""
+    """A long job on 2 ranks (or 1) under `accelerate launch`, which has begun to train."""
 
     def __init__(self, bench: Bench, num_ranks: int, *more: object, script: bool = False) -> None:
         self.bench, self.run = bench, bench.new_run()
@@ -429,7 +430,7 @@ class Launched:
         self.workers = [psutil.Process(beat["pid"]) for beat in beats]
 
     def seconds_until_gone(self, limit: float) -> float:
-        """Wait until no worker is left; the time that took, `limit` (times the patience) at most."""
+        """Wait until no worker is left, at most `limit` seconds (times the patience); return how long it took."""
         started, limit = time.monotonic(), limit * self.bench.patience
         while any(map(_lives, self.workers)):
             if time.monotonic() - started > limit:
@@ -442,7 +443,7 @@ class Launched:
         return seconds
 
     def end(self) -> None:
-        """Kill what is left."""
+        """Kill the remaining processes."""
         for process in [*self.workers, psutil.Process(self.launcher.pid)]:
             if process.is_running():
                 process.kill()
@@ -450,14 +451,14 @@ class Launched:
 
 
 def _lives(worker: psutil.Process) -> bool:
-    """Whether it is no zombie; its launcher may reap it between two looks."""
+    """Whether the process is alive and no zombie; its launcher may reap it during the check."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE
     return False
 
 
 def killed_rank(bench: Bench, number: int) -> None:
-    """One of two ranks killed while training: the other is gone in 5 s, and who, where and how is said."""
+    """One of two ranks killed while training: the other is gone in 5 s; the message says who, where and how."""
     victim = number % 2
     job = Launched(bench, 2)
     time.sleep(bench.random.uniform(0, 2))
@@ -471,12 +472,12 @@ def killed_rank(bench: Bench, number: int) -> None:
         "`-m accel_ft.doctor`",
     ):
         check(part in said, f"{part!r} is not in {said}")
-    check("SIGKILL" in said or "exitcode  : -9" in said, said)  # the launcher's; torch 2.11's
+    check("SIGKILL" in said or "exitcode  : -9" in said, said)  # by the launcher; by torch 2.11's
     shutil.rmtree(job.run)
 
 
 def stopped_rank(bench: Bench, number: int) -> None:
-    """One of two ranks stopped (SIGSTOP): both gone within the limit of 5 s and 10 s more."""
+    """One of two ranks stopped (SIGSTOP): both are gone within 10 s after the time limit of 5 s."""
     victim = number % 2
     job = Launched(bench, 2, "--ddp_timeout", 5)
     time.sleep(bench.random.uniform(0, 2))
@@ -491,7 +492,7 @@ def stopped_rank(bench: Bench, number: int) -> None:
 
 
 def exception_on_one_rank(bench: Bench, number: int) -> None:
-    """A fault of one rank alone: its message is the last thing printed."""
+    """An exception on one rank: its message is the last one printed."""
     victim = number % 2
     fault = bench.folder / f"fault_{number}"
     os.environ |= {"BROKEN_RANK": str(victim), "FAULT": str(fault)}
@@ -510,7 +511,8 @@ def exception_on_one_rank(bench: Bench, number: int) -> None:
 
 
 def sigterm(bench: Bench, number: int) -> None:
-    """SIGTERM, SIGHUP, SIGINT, SIGUSR1 or SIGUSR2 to launcher or worker, at any moment: saved and gone in 10 s; goes on identically."""
+    """SIGTERM, SIGHUP, SIGINT, SIGUSR1 or SIGUSR2 to launcher or worker at any moment: saved, gone in 10 s, resumed
+    identically."""
     signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     num_ranks, by_launcher = 1 + number % 2, number // 2 % 2 == 0
     more = ("--num_train_epochs", 12, "--eval_steps", 2)
@@ -537,7 +539,7 @@ def sigterm(bench: Bench, number: int) -> None:
 
 
 class Payload:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -547,7 +549,7 @@ class Payload:
 
 
 def payloads(marker: Path) -> list[bytes]:
-    """Contents that run code where they are unpickled or read as YAML."""
+    """File contents that run code when they are unpickled or read as YAML."""
     zipped = marker.with_suffix(".zip")
     torch.save({"state": Payload(marker)}, zipped)
     plain, old = pickle.dumps(Payload(marker)), pickle.dumps(Payload(marker), protocol=0)
@@ -556,10 +558,10 @@ def payloads(marker: Path) -> list[bytes]:
 
 
 def hostile(bench: Bench, tries: int) -> Iterator[Callable[[], None]]:
-    """A payload in every file of a checkpoint of each strategy, under a manifest that fits, in the values inside its
-    shards, in a job's YAML and in a model folder: nothing runs, each ends in a message."""
+    """A payload in every file of a checkpoint of each strategy (with a manifest that fits), in values inside its shards,
+    in a job's YAML and in a model folder: none runs, and each start ends without a traceback."""
     marker = bench.folder / "executed"
-    bench.reference(1)  # imports what makes the others start fast
+    bench.reference(1)  # its imports make later starts fast
     for strategy, num_ranks in (("cpu_fsdp2", 1), ("cpu", 1), ("cpu_ddp", 2)):
         checkpoint = transaction.list_published(checkpoints_of(bench, strategy))[-1][1]
         names = sorted(
@@ -601,14 +603,14 @@ def _hostile_checkpoint(
     else:
         (folder / name).write_bytes(content)
     (folder / transaction.MANIFEST).unlink()
-    with contextlib.suppress(UserError):  # as somebody else's folder, without a manifest
+    with contextlib.suppress(UserError):  # without a manifest, as a folder from somebody else
         open_classifier(str(folder), torch.device("cpu"))
     _check_nothing_ran(marker)
     files = [p for p in folder.rglob("*") if p.is_file()]
     entries = {p.relative_to(folder).as_posix(): transaction._entry(p) for p in sorted(files)}
     (folder / transaction.MANIFEST).write_text(transaction._manifest(entries))
     more = ("--resume_from_checkpoint", folder, "--max_steps", 6)
-    codes = bench.start(run, num_ranks, *more).wait()  # most cannot be resumed; some are not read
+    codes = bench.start(run, num_ranks, *more).wait()  # most cannot resume; some files are not read
     said = tail(run)
     check("Traceback" not in said, said)
     check(set(codes) <= {0, 1, 2}, f"{codes} {said}")
@@ -618,7 +620,7 @@ def _hostile_checkpoint(
 
 
 def _poison_shard(folder: Path, marker: Path, hidden: bool) -> None:
-    """Make a value that is no tensor, inside a shard, a payload; hidden: rename the class that tells it is one."""
+    """Replace the values inside shards that are not tensors by a payload; hidden: rename the class that marks them so."""
     import io
 
     metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -650,7 +652,7 @@ def _hostile_model(bench: Bench, name: str, marker: Path) -> None:
         (model / "model.safetensors").rename(model.parent / "outside.safetensors")
         index = {"metadata": {}, "weight_map": {"x": "../outside.safetensors"}}
         (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    elif name == "adapter_config.json":  # peft imports the module that it names
+    elif name == "adapter_config.json":  # peft imports the module it names
         adapters = {"peft_type": "LORA", "r": 1, "target_modules": ["query"]}
         adapters |= {"megatron_config": {"x": 1}, "megatron_core": "this", "task_type": "SEQ_CLS"}
         (model / name).write_text(json.dumps(adapters))
@@ -667,7 +669,7 @@ def _hostile_model(bench: Bench, name: str, marker: Path) -> None:
     ranks = training(words, 1, run.with_suffix(".log"))
     codes = ranks.wait()
     said = tail(run)
-    if name != "tokenizer_config.json":  # transformers has a tokenizer of its own for this model
+    if name != "tokenizer_config.json":  # transformers uses its own tokenizer for this model
         check(codes == [2] and "error: " in said, f"{codes} {said}")
     check("Traceback" not in said, said)
     _check_nothing_ran(marker)
@@ -683,8 +685,9 @@ def _check_nothing_ran(marker: Path) -> None:
 
 
 def disk(bench: Bench, tries: int) -> Iterator[Callable[[], None]]:
-    """On a small tmpfs: full, read-only or gone in the middle of a run, and too small from the start: one message, all
-    ranks gone, the last checkpoint intact, the staging folder gone; goes on identically once there is room."""
+    """A small tmpfs: full, read-only or gone during a run, or too small from the start: all ranks end, with
+    at most one error message each. If full or read-only: the last checkpoint is intact, no staging folder is left, and
+    the run later resumes identically."""
     for number in range(tries):
         for kind, ranks in (("full", 0), ("read-only", 1), ("vanished", 1), ("too small", 0)):
             yield lambda kind=kind, n=number + ranks: _on_small_disk(bench, kind, 1 + n % 2)
@@ -726,7 +729,7 @@ def _on_small_disk(bench: Bench, kind: str, num_ranks: int) -> None:
             with (mount / "filling").open("wb", buffering=0) as file, contextlib.suppress(OSError):
                 while file.write(b"x" * 4096):
                     pass
-        elif kind == "read-only":  # a mount of its own: a log is open for writing in the one below
+        elif kind == "read-only":  # mounted on top: below, a log is open for writing
             subprocess.run(
                 ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", run / "checkpoints"], check=True
             )
@@ -755,10 +758,10 @@ def _on_small_disk(bench: Bench, kind: str, num_ranks: int) -> None:
         subprocess.run(["umount", "-l", mount], check=True)
 
 
-# Taking parts out.
+# Safeguards disabled.
 
 
-PARTS = {  # the scenario that must notice, and what it then says
+PARTS = {  # the scenario that must notice, and its message
     "fsync": ("power_cut", "is no checkpoint, or a damaged one"),
     "rename": ("kills", "is no checkpoint, or a damaged one"),
     "manifest": ("damage", "the older one was not taken"),
@@ -769,7 +772,7 @@ PARTS = {  # the scenario that must notice, and what it then says
 
 @contextlib.contextmanager
 def taken_out(part: str) -> Iterator[None]:
-    """Break the program on purpose, for a while."""
+    """Disable a safeguard inside the context."""
     modules = (transaction, trust, convert)
     whole = [dict(vars(module)) for module in modules]
     take_out(part)
@@ -781,7 +784,7 @@ def taken_out(part: str) -> Iterator[None]:
 
 
 def take_out(part: str) -> None:
-    """Break the program."""
+    """Disable a safeguard."""
     if part == "fsync":
         transaction.fsync = lambda path: None
     elif part == "rename":
@@ -833,12 +836,12 @@ Scenario = Callable[[Bench, int], Iterator[Callable[[], None]]]
 
 
 def repeated(attempt: Callable[[Bench, int], None]) -> Scenario:
-    """A scenario of one attempt, made again and again: by its number with other ranks and signals."""
+    """A scenario that repeats one attempt; the attempt's number selects ranks and signals."""
     return lambda bench, tries: (partial(attempt, bench, number) for number in range(tries))
 
 
 SCENARIOS: dict[str, tuple[Scenario, int, int]] = {
-    # name: (attempts, how many in the short version, how many in the whole)
+    # name: (attempts, how many in the short version, how many in the full one)
     "kills": (kills, 16, 500),
     "one_rank_killed_in_a_save": (one_rank_killed_in_a_save, 2, 40),
     "killed_20_times": (repeated(killed_20_times), 1, 4),
@@ -856,7 +859,7 @@ SCENARIOS: dict[str, tuple[Scenario, int, int]] = {
 def run_scenario(
     bench: Bench, name: str, options: argparse.Namespace, stop: bool
 ) -> dict[str, Any]:
-    """Count what was tried and survived, the longest attempt's seconds, and each fault."""
+    """Count attempts and survivals; return these, the longest attempt's seconds, and the faults."""
     bench.random = random.Random(f"{options.seed} {name}")
     scenario, short, whole = SCENARIOS[name]
     tried, worst, faults = 0, 0.0, []
@@ -900,7 +903,7 @@ def main() -> None:
         bench = Bench(Path(folder))
         bench.patience = options.patience
         for num_ranks in (1, 2) if options.broken else ():
-            bench.reference(num_ranks)  # of the whole program
+            bench.reference(num_ranks)  # with every safeguard
         for title, name, part in todo:
             with taken_out(part) if part else contextlib.nullcontext():
                 result = run_scenario(bench, name, options, stop=part is not None)

@@ -1,4 +1,4 @@
-"""The short version of the campaign."""
+"""The short version of the fault-injection campaign (campaign.py)."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ PARTS = ("fsync", "rename", "manifest", "rng", "trust")
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What the short campaign counted, by scenario and by what was taken out."""
+    """Results of the short campaign, by scenario and by disabled safeguard."""
     folder = tmp_path_factory.mktemp("campaign")
     names = [name for name in SCENARIOS if name != "disk" or _can_mount(folder)]
     file = folder / "result.json"
