@@ -151,7 +151,7 @@ def seeds():
 
 
 def drifting_buffer():
-    """A fault only without broadcast_buffers, DDP's default."""
+    """Buffers differ without broadcast_buffers; with it, which is DDP's default, that is no fault."""
     torch.manual_seed(dist.get_rank())
     kept = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     sent = DistributedDataParallel(copy.deepcopy(kept))

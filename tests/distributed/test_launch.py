@@ -113,7 +113,7 @@ def test_a_fault_on_two_ranks_is_one_message(words: list[str], tmp_path: Path) -
     command = ["-m", "accel_ft.train", *words, "--validation_file", str(rows)]
     message = launch("cpu_ddp.yaml", *command, check=False, seconds=120).stderr
     told = [line for line in message.splitlines() if line.startswith("error: ")]
-    echo = "error: rank 0 "  # rank 1's, if rank 0 ends before it has told why
+    echo = "error: rank 0 "  # what rank 1 says if rank 0 ends first
     assert len([line for line in told if not line.startswith(echo)]) == 1
     assert "line 2: label 'Sport' is none of these" in message
     assert "[rank1]" not in message
