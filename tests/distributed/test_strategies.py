@@ -263,7 +263,7 @@ def test_the_doctor_finds_nothing_under_fsdp1(
 
 
 @pytest.mark.parametrize("strategy", ["ddp2", "fsdp2", "fsdp1"])
-def test_a_sick_number_of_one_rank_is_seen_by_all(whole: dict[str, Any], strategy: str) -> None:
+def test_a_nan_loss_on_one_rank_is_seen_by_all(whole: dict[str, Any], strategy: str) -> None:
     """The loss of rank 1's fifth micro-batch is NaN. Until then the curve is the usual one; then both ranks skip the
     update, or roll back and pass over it. Rollback's save before the first update does not change the curve.
     """  # fmt: skip

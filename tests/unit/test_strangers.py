@@ -194,7 +194,7 @@ def test_rows_drawn_by_weights() -> None:
         assert sampling.training_sampling(again, 200, torch.Tensor.tolist).verdict == "FAIL"
 
 
-def test_numbers_of_rows_of_any_kind() -> None:
+def test_row_ids_of_any_kind() -> None:
     """Elements of a tensor hash by identity, so ids become plain numbers; strings are used as they are."""
     names = DataLoader([str(row) for row in range(20)], 4, shuffle=True)
     assert is_well(sampling.training_sampling(names, 20, list))

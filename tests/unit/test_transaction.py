@@ -460,9 +460,7 @@ def test_a_checkpoint_without_a_loss_scale_loads_under_fp16(
     assert (seen, accelerator.scaler) == ([None, scaler], scaler)
 
 
-def test_a_loss_scale_is_loaded_as_often_as_one_likes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_scale_can_be_loaded_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resume and the best model at the end load it twice. Under FSDP2, accelerate creates the scaler's tensors after
     each load, which torch allows only if it has none."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
