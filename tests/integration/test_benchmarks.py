@@ -1,4 +1,4 @@
-"""The benchmarks of the README run; what they measure here says nothing."""
+"""The README's benchmarks run; the figures measured here mean nothing."""
 
 import json
 import re
@@ -24,7 +24,7 @@ def test_against_the_trainer(model: Path, tmp_path: Path) -> None:
     words += ["--model", model, "--random", json.dumps(settings), "--output", tmp_path]
     printed = run("python", f"{FOLDER}/speed.py", *words).stdout
     written = json.loads((tmp_path / "speed.json").read_text())
-    assert written["job"]["job"]["model_name_or_path"] != str(model)  # but with random weights
+    assert written["job"]["job"]["model_name_or_path"] != str(model)  # a copy with random weights
     assert [row.split(" |")[0] for row in printed.splitlines()[2:5]] == [
         "| ours",
         "| tuned",
@@ -35,7 +35,7 @@ def test_against_the_trainer(model: Path, tmp_path: Path) -> None:
     rows = written["table"]
     assert rows["bare"]["padding"] == pytest.approx(
         rows["ours"]["padding"], abs=1e-3
-    )  # the same batches
+    )  # bare trains on the batches of ours
     assert 0 < rows["ours"]["padding"] < rows["tuned"]["padding"]
     assert all(row["samples_per_second"] > 0 and 0 < row["of_peak"] < 1 for row in rows.values())
     assert rows["tuned"]["ratio"] == pytest.approx(

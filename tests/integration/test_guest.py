@@ -1,4 +1,4 @@
-"""`fit` and `load_classifier` in a program of somebody else: what is its own stays its own."""
+"""`fit` and `load_classifier` inside another program: its global state stays as it was."""
 
 import gc
 import logging
@@ -42,7 +42,7 @@ def program(tmp_path: Path, text: str, **streams: Any) -> subprocess.CompletedPr
 def test_labels_want_nothing_of_accelerates_state(
     job: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is the process's: somebody may train meanwhile, in another precision."""
+    """accelerate's state is global: another thread may be training, in another precision."""
     model = accel_ft.fit(**job)
     for state in (AcceleratorState, PartialState):
         state._reset_state()
@@ -50,7 +50,7 @@ def test_labels_want_nothing_of_accelerates_state(
     classifier = accel_ft.load_classifier(model, all_scores=True)
     assert classifier.accelerator.precision == "no"
     with monkeypatch.context() as patch:
-        patch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as this process was launched
+        patch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as a launcher sets it
         assert accel_ft.load_classifier(model).accelerator.precision == "bf16"
     found = classifier.predict(["a goal", "profit"])
     assert AcceleratorState._shared_state == PartialState._shared_state == {}
@@ -72,7 +72,7 @@ def test_labels_want_nothing_of_accelerates_state(
 def test_opening_draws_no_random_numbers(
     job: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor winds them back: threads that drew meanwhile would draw them again."""
+    """Nor does it restore their state: other threads that drew meanwhile would draw the same numbers again."""
     model = accel_ft.fit(**job)
     before = torch.get_rng_state(), np.random.get_state()[1].tolist()
     monkeypatch.setattr(torch, "set_rng_state", lambda _: pytest.fail("wound back"))
@@ -81,7 +81,7 @@ def test_opening_draws_no_random_numbers(
     assert np.random.get_state()[1].tolist() == before[1]
     monkeypatch.undo()
     lora = accel_ft.fit(**job | {"lora_r": 2, "output_dir": f"{job['output_dir']}2"}).parent
-    accel_ft.load_classifier(lora / "checkpoints/step_00000003")  # what is replaced is drawn
+    accel_ft.load_classifier(lora / "checkpoints/step_00000003")  # draws, then restores
     assert torch.equal(torch.get_rng_state(), before[0])
 
 
@@ -90,7 +90,7 @@ def test_nothing_of_a_run_stays_in_memory(job: dict[str, Any]) -> None:
         return sum(type(each) is BertLayer for each in gc.get_objects())
 
     gc.collect()
-    gc.disable()  # it comes late
+    gc.disable()  # may run late: `fit` must free its own cycles
     try:
         before = count()
         accel_ft.fit(**job)
@@ -113,14 +113,14 @@ def test_messages_go_where_they_went(job: dict[str, Any]) -> None:
 
 
 def test_switches_stay_the_programs(job: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's for CUDA, and which GPUs its children see."""
+    """torch's switches for CUDA, and the GPUs that child processes see."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     backends = torch.backends
     for visible in ("0", None):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        backends.cudnn.allow_tf32 = True  # a command in this process turns it off, as it may
+        backends.cudnn.allow_tf32 = True  # a command run earlier in this process turns it off
         backends.cuda.enable_cudnn_sdp(True)
         accel_ft.fit(**job | {"output_dir": f"{job['output_dir']}_{visible}"})
         assert backends.cudnn.allow_tf32
@@ -167,7 +167,7 @@ assert not torch.equal(model.weight, before)
 def test_an_accelerator_of_the_programs_goes_on_as_it_was(
     job: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Where a run has accumulated over two micro-batches, and where it ended between them, too."""
+    """After a run that accumulated over two micro-batches, and after one that failed between them, too."""
     done = program(tmp_path, OWN_LOOP.replace("JOB", repr(job)))
     assert done.returncode == 0, done.stderr
 
@@ -191,7 +191,7 @@ def test_a_loop_over_jobs_does_not_go_on_after_ctrl_c(monkeypatch: pytest.Monkey
     monkeypatch.setattr(train, "fit", stop)
     with pytest.raises(Preempted) as caught:
         train.main(["--output_dir", "runs/none"])
-    assert not hasattr(caught.value, "__notes__")  # that call the doctor
+    assert not hasattr(caught.value, "__notes__")  # that recommend the doctor
 
 
 def test_half_precision_on_the_cpu() -> None:
@@ -201,7 +201,7 @@ def test_half_precision_on_the_cpu() -> None:
 
 
 def test_signals_that_the_program_handles_itself(job: dict[str, Any], tmp_path: Path) -> None:
-    """And the way in which asyncio learns of them."""
+    """Its SIGHUP handler is called during a run, and its wakeup fd, by which asyncio notices signals, is written to."""
     done = program(
         tmp_path,
         "import os, signal, socket\nimport accel_ft\nfrom accel_ft.engine import run\n"
@@ -221,7 +221,7 @@ def test_signals_that_the_program_handles_itself(job: dict[str, Any], tmp_path: 
 
 
 def test_a_host_that_does_not_listen(job: dict[str, Any], tmp_path: Path) -> None:
-    """Its own signals fill the pipe that it will read after the run."""
+    """The program's signals have filled its wakeup fd, which it reads only after the run: nothing fails or blocks."""
     done = program(
         tmp_path,
         "import signal, socket\nimport accel_ft\n"
@@ -267,7 +267,7 @@ def test_a_crash_of_the_command_is_told_in_the_runs_log(
 
 
 def test_a_fault_of_one_rank_is_raised_on_all(job: dict[str, Any], tmp_path: Path) -> None:
-    """Else the others wait for it, where the program goes on."""
+    """If only one rank raised it and the program went on, the other ranks would wait for that rank."""
     script = tmp_path / "script.py"
     script.write_text(
         "import os, accel_ft\nfrom accel_ft.errors import UserError\n"
@@ -294,7 +294,7 @@ def test_a_fault_of_one_rank_is_raised_on_all(job: dict[str, Any], tmp_path: Pat
     )
     done = launch("cpu_ddp.yaml", "--num_processes", 2, script)
     assert done.stdout.count("run3: no room for it") == 2
-    assert done.stdout.count("closed") == 2  # at its end a thread of an open one may abort a rank
+    assert done.stdout.count("closed") == 2  # a thread of an open one may abort a rank at exit
 
 
 def test_paths_in_letters_that_the_terminal_has_not(job: dict[str, Any], tmp_path: Path) -> None:
