@@ -1,4 +1,4 @@
-"""The doctor on accel_ft's own jobs: no false alarm on a healthy one, and the fault named on a broken one."""
+"""The doctor on accel_ft's own jobs: no false alarm on a healthy one; it names the fault of a broken one."""
 
 import json
 import math
@@ -29,7 +29,7 @@ from accel_ft.errors import LaunchError, Preempted
 
 
 def examined(tmp_path: Path, *words: object) -> tuple[int, dict[str, dict[str, str]]]:
-    """Exit code and findings by check."""
+    """Return the exit code, and the findings by check."""
     file = tmp_path / "found.json"
     given = ["--output_dir", str(tmp_path / "runs" / "x"), "--json", str(file), *map(str, words)]
     code = 0
@@ -50,8 +50,8 @@ def test_healthy(
     odd_file: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A job with accumulation and a short batch, and keys that its probe must heed or leave out; every line of the
-    table has its verdict.
+    """A job with accumulation, a short last batch, and keys that the probe must apply or drop: no check warns or
+    fails, except perhaps the timed one.
     """
     words = job_words(tiny_model, rows_file, odd_file, tmp_path / "ignored")
     words += "--layerwise_lr_decay 0.5 --early_stopping_patience 1 --eval_steps 1 --learning_rate 0.01".split()
@@ -64,7 +64,7 @@ def test_healthy(
 def test_one_that_ends_early_does_not_read_as_all_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed, stopped or left by another rank: there is no last word, so it stands there from the start."""
+    """A killed or stopped examination cannot write a last finding: `examination` FAIL stands last until it is done."""
 
     def examine(_: object) -> Iterator[Finding]:
         yield Finding("versions", "PASS", "all alike")
@@ -82,8 +82,8 @@ def test_one_that_ends_early_does_not_read_as_all_well(
 def test_a_signal_leaves_nothing_behind(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing can be saved, so the process is ended at once; its folder may hold three times the model. It is in
-    output_dir if that is there: a container may have no other place to write to.
+    """There is nothing to save: a signal ends the process at once, but first its folder is removed, which may hold
+    three times the model. It is inside output_dir if that exists: a container may have no other writable place.
     """
     left: list[tuple[int, list[Path]]] = []
     (tmp_path / place).mkdir(exist_ok=True)
@@ -122,7 +122,7 @@ def test_a_job_of_its_own(tmp_path: Path) -> None:
 
 
 def test_adapters_of_a_small_model_learn(tmp_path: Path, tiny_model: Path, rows_file: Path) -> None:
-    """At the tenth of a hidden size of 32 they would not."""
+    """At a learning rate of 0.1 / 32, that of a whole model with this hidden size, adapters would not."""
     pytest.importorskip("peft")
     job = ("--model_name_or_path", tiny_model, "--train_file", rows_file, "--max_seq_length", 32)
     code, found = examined(tmp_path, *job, "--lora_r", 4, "--global_batch_size", 8)
@@ -138,7 +138,7 @@ def test_adapters_that_learn_nothing_by_heart(
     rows_file: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A few may be too few for it, in a sound job; but something they learn."""
+    """In a sound job adapters may have too little capacity to overfit (WARN), but their loss must fall (or FAIL)."""
     pytest.importorskip("peft")
     monkeypatch.setattr(
         job, "make_optimizer", lambda model, *_: build.make_optimizer(model, rate, 0.0)
@@ -149,19 +149,19 @@ def test_adapters_that_learn_nothing_by_heart(
 
 
 def test_a_model_alone_is_a_job_of_its_own(tmp_path: Path, tiny_model: Path) -> None:
-    """As `train` takes it, for AG News: the doctor's own rows and model do not stand in for it."""
+    """Without rows the job is AG News, as for `train`: the doctor's own rows and model do not stand in."""
     code, found = examined(tmp_path, "--model_name_or_path", tiny_model, "--max_seq_length", 32)
     assert (code, found["set-up"]["verdict"]) == (1, "FAIL")
     assert "dataset_name=fancyzhx/ag_news: HF_HUB_OFFLINE is set" in found["set-up"]["measured"]
 
 
 def test_a_rate_and_labels_as_they_are(tmp_path: Path, tiny_model: Path, rows_file: Path) -> None:
-    """A rate that no model is trained at; rows of which those that are learnt have one label."""
+    """A learning rate out of range is a WARN; predictions are not judged if all rows learnt have one label."""
     rows, texts = (
         tmp_path / "rows.csv",
         [line.rsplit(",")[0] for line in rows_file.read_text().splitlines()][1:],
     )
-    labelled = [f"{texts[0]},b\n", *(f"{text},a\n" for text in texts)]  # the first comes again
+    labelled = [f"{texts[0]},b\n", *(f"{text},a\n" for text in texts)]  # the first one is repeated
     rows.write_text("text,label\n" + "".join(labelled))
     words = ["--train_file", rows, "--validation_file", rows, "--model_name_or_path", tiny_model]
     words += ["--max_seq_length", 32, "--learning_rate", 5, "--lr_scaling", "linear"]
@@ -184,7 +184,7 @@ def test_faults_of_the_user_are_findings(tmp_path: Path, tiny_model: Path) -> No
 def test_keys_without_effect_and_trackers_that_are_not_there(
     tmp_path: Path, tiny_model: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what `overfits` is told: the loss of who knows the labels' shares alone."""
+    """The first is a WARN, the second a FAIL; `overfits` gets the loss of predicting the label frequencies."""
     told, overfits = {}, job.learning.overfits
 
     def heard(step: Any, **keys: Any) -> Finding:
@@ -203,7 +203,7 @@ def test_keys_without_effect_and_trackers_that_are_not_there(
 
 
 def test_a_fault_of_one_rank_is_told(tmp_path: Path) -> None:
-    """Rank 0 alone prints findings."""
+    """Only rank 0 prints findings: a fault that another rank meets goes to its standard error."""
     (tmp_path / "file").touch()
     done = subprocess.run(
         [sys.executable, "-m", "accel_ft.doctor", "--output_dir", tmp_path / "file/run"],
@@ -215,8 +215,8 @@ def test_a_fault_of_one_rank_is_told(tmp_path: Path) -> None:
 
 
 def test_a_check_that_fails_itself(tmp_path: Path) -> None:
-    """On one rank of two: no rank waits for it, its traceback is shown, or is in the log that is named, and what is
-    left does not read as all well.
+    """An unexpected exception in a check, on one of two ranks: no rank waits for a timeout, the traceback is on
+    standard error or in the log named there, and the report ends with a FAIL.
     """
     broken = tmp_path / "broken.py"
     broken.write_text(
@@ -237,7 +237,7 @@ def test_a_check_that_fails_itself(tmp_path: Path) -> None:
             "cpu_ddp.yaml", "--mixed_precision", "no", broken, "--json", file, "--output_dir", folder / "x",
             "--ddp_timeout", 600, env={"BROKEN": where}, check=False,
         )  # fmt: skip
-        assert done.returncode == 1  # in the 240 s of a launch: no rank has waited for its limit
+        assert done.returncode == 1  # within 240 s: no rank waited for its timeout
         logs = [Path(log).read_text() for log in re.findall("Its log: (.+)", done.stderr)]
         assert "in broken" in "".join([done.stderr, *logs])
         assert logs
@@ -262,7 +262,7 @@ def test_the_probe_accumulates_where_the_job_does(tmp_path: Path) -> None:
 def test_the_disk_is_that_of_the_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where some are already, which need no room again."""
+    """The space wanted is that of the checkpoints still to come, on the disk of their folder."""
     seen: list[tuple[Path, int]] = []
     monkeypatch.setattr(job.machine, "disk", lambda *told: seen.append(told))
     config = TrainConfig(output_dir=tmp_path, train_file="rows.csv", save_total_limit=2)
@@ -274,19 +274,21 @@ def test_the_disk_is_that_of_the_checkpoints(
     (tmp_path / "checkpoints/step_00000500").mkdir(parents=True)
     job._disk(run, config)
     assert seen == [(tmp_path / "checkpoints", 4 + 3 * 12), (tmp_path / "checkpoints", 4 + 2 * 12)]
-    run.splits.train.store = range(3200)  # 300 updates, and a checkpoint to roll back to
+    run.splits.train.store = range(3200)  # 300 updates: the last, and one to roll back to
     job._disk(run, config.resolved(on_nonfinite="rollback", save_total_limit=None))
     assert seen[2][1] == 4 + 2 * 12
 
 
 def mean_of_means(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a loop computes that takes the mean of each micro-batch."""
+    """A loop that averages the loss within each micro-batch, not over the global batch."""
     ours = loop.weighted_loss
     monkeypatch.setattr(loop, "weighted_loss", lambda *args: ours(*args) / len(args[1]) * 8)
 
 
 def weighed_by_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loss that every path shares, and that depends on how an update is cut: class weights as torch has them."""
+    """A loss that loop and doctor share, and that depends on the split: class weights normalised per micro-batch, as
+    in torch.
+    """
     ours = loop.weighted_loss
 
     def broken(*args: Any) -> torch.Tensor:
@@ -298,7 +300,7 @@ def weighed_by_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every micro-batch is the first."""
+    """Every micro-batch has the rows of the first."""
     monkeypatch.setattr(
         build, "train_places", lambda plan, count, number: loader.train_places(plan, count, 0)
     )
@@ -328,7 +330,7 @@ def no_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def next_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resume that begins the next epoch."""
+    """A resume that jumps to the next epoch."""
     resume = start.resume
 
     def broken(run: Run, folder: Path) -> list[Path]:
@@ -340,7 +342,7 @@ def next_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def strangers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An optimizer of the parameters before wrapping."""
+    """An optimizer that holds the parameters from before wrapping."""
     make = build.make_optimizer
 
     def broken(model: torch.nn.Module, *args: Any) -> Any:

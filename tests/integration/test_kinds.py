@@ -1,4 +1,4 @@
-"""Models of other kinds than BERT: their padding, token types and end tokens."""
+"""Models other than BERT: their padding, token types and end tokens."""
 
 import csv
 import json
@@ -20,7 +20,7 @@ INPUTS = ["input_ids", "attention_mask"]
 
 
 def make(folder: Path, model: str, special: str, template: str = "", **settings: object) -> Path:
-    """Save a tiny model with random weights, and a tokenizer of whole words with `special` ones first."""
+    """Save a tiny random model, and a word-level tokenizer whose first tokens are those in `special`."""
     names = special.split()
     words = {word: number for number, word in enumerate([*names, *WORDS_OF_ALL])}
     backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
@@ -65,19 +65,19 @@ def bart(folder: Path) -> Path:
 def test_micro_batch_of_an_encoder_decoder_is_found(
     tmp_path: Path, rows_file: Path, odd_file: Path
 ) -> None:
-    """Its head wants one end token in each row, also of those that `auto` measures."""
+    """BART's head needs one end token in each row, also in the rows that `auto` measures memory with."""
     words = job_words(bart(tmp_path / "bart"), rows_file, odd_file, tmp_path / "run")
     train.main([*words, "--max_steps", "1", "--per_device_train_batch_size", "auto"])
     assert events_of(tmp_path / "run")[-1]["event"] == "end"
     card = (tmp_path / "run/model/README.md").read_text()
-    assert "`auto`" not in card  # but the size that was found, as config.yaml has it
+    assert "`auto`" not in card  # but the size found, as in config.yaml
     assert "| `global_batch_size` | `" in card
 
 
 def test_end_token_within_a_text_of_an_encoder_decoder(
     tmp_path: Path, rows_file: Path, odd_file: Path
 ) -> None:
-    """Letters in a text: a second end token would stop the run where the row comes."""
+    """`</s>` within a text is plain letters: as a second end token it would stop the run at that row."""
     rows = tmp_path / "rows.csv"
     rows.write_text(rows_file.read_text() + '"was <s> 10 </s> 8",Business\n')
     model = bart(tmp_path / "bart")
@@ -93,9 +93,9 @@ def test_end_token_within_a_text_of_an_encoder_decoder(
 def test_decoder_whose_tokenizer_pads_on_the_left(
     tmp_path: Path, rows_file: Path, odd_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GPT-2 counts its positions from the first place, padding or not: one curve none the less.
+    """GPT-2 counts positions from the first place, padding or not: yet the micro-batch size does not change the curve.
 
-    Keys and values are not kept for a next token, which a classifier has none of.
+    Keys and values are not cached: a classifier predicts no next token.
     """
     monkeypatch.setattr("transformers.cache_utils.DynamicCache.update", None)
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
@@ -111,7 +111,7 @@ def test_decoder_whose_tokenizer_pads_on_the_left(
 
 
 def test_types_of_single_texts(tmp_path: Path, rows_file: Path, odd_file: Path) -> None:
-    """XLNet's tokenizer gives its last token a type of its own, which the pipeline passes on."""
+    """XLNet's tokenizer gives the last token of a text a type of its own, which the pipeline passes to the model."""
     sizes = {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 32, "initializer_range": 0.2}
     names, template = "<pad> <unk> <cls> <sep>", "$A:0 <sep>:0 <cls>:2"
     model = make(
@@ -130,7 +130,7 @@ def test_padding_of_a_head_that_reads_the_last_place(
     tmp_path: Path, rows_file: Path, odd_file: Path, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """XLNet's, with a tokenizer that pads on the right: one curve none the less, and no warning."""
+    """XLNet's head, and a tokenizer that pads on the right: one curve for any micro-batch size, and no warning."""
     monkeypatch.setattr("accel_ft.runtime.logging.setup_logging", lambda is_main: None)
     sizes = {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 32, "initializer_range": 0.2}
     names, still = "<pad> <unk> <cls> <sep>", {"dropout": 0.0, "summary_last_dropout": 0.0}
@@ -146,7 +146,7 @@ def test_padding_of_a_head_that_reads_the_last_place(
 
 
 def test_texts_shorter_than_what_is_pooled(tmp_path: Path, rows_file: Path, odd_file: Path) -> None:
-    """Funnel halves the length again and again, and fails on less than five tokens."""
+    """Funnel halves the sequence length repeatedly, and fails on fewer than five tokens."""
     sizes = {"d_model": 32, "n_head": 2, "d_head": 16, "d_inner": 32, "block_sizes": [1, 1, 1]}
     names, template = "<pad> <unk> <cls> <sep>", "<cls>:2 $A:0 <sep>:0"
     model = make(tmp_path / "funnel", "Funnel", names, template, **sizes)
@@ -159,7 +159,7 @@ def test_texts_shorter_than_what_is_pooled(tmp_path: Path, rows_file: Path, odd_
 def test_token_types_that_the_model_does_not_know(
     model: str, tmp_path: Path, odd_file: Path
 ) -> None:
-    """A tokenizer of BERT's kind numbers both texts of a pair; some models know one kind only, or none."""
+    """A BERT-like tokenizer gives each text of a pair a token type; some models know only one type, or none."""
     sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 32)
     sizes |= dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 1)
     sizes |= {"type_vocab_size": 1 + (model == "Bert")}
@@ -201,13 +201,13 @@ def test_pad_token_that_the_model_does_not_know(
     names = dict(enumerate(("Business", "Sci/Tech", "Sports", "World")))
     kind.from_pretrained(model, id2label=names).save_pretrained(model)
     with pytest.raises(ConfigError, match=fault):
-        load_classifier(model).predict(["a goal", "a long goal"])  # of which one is padded
+        load_classifier(model).predict(["a goal", "a long goal"])  # one is padded
     with pytest.raises(ConfigError, match=fault):
         evaluate.main(["--checkpoint", str(model), "--test_file", str(odd_file)])
 
 
 def unpadded(folder: Path, texts: list[str]) -> torch.Tensor:
-    """Return the logits of transformers alone, text by text."""
+    """Return the logits of plain transformers, one text at a time."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     cut = {"truncation": True, "max_length": 32, "return_tensors": "pt"}
@@ -225,7 +225,7 @@ def texts_of(file: Path) -> list[str]:
 def test_pad_token_of_a_part(
     kind: str, text_pad: int | None, tmp_path: Path, rows_file: Path, odd_file: Path
 ) -> None:
-    """A model that is not of texts alone finds a text's last token by the part that is."""
+    """A model of several parts finds a text's last token by the pad token in the config of its text part."""
     folder = make(tmp_path / "model", "GPT2", "<pad> <unk> <s> </s>", n_embd=8, n_head=1, n_layer=1)
     (folder / "model.safetensors").unlink()
     known = json.loads((folder / "config.json").read_text())["vocab_size"]
@@ -247,7 +247,7 @@ def test_pad_token_of_a_part(
     words = job_words(folder, rows_file, odd_file, tmp_path / "run")
     train.main([*words, "--max_steps", "1"])
     logits = torch.from_numpy(np.load(tmp_path / "run/predictions.npz")["logits"])
-    if kind == "qwen3_5":  # T5Gemma reads padding otherwise
+    if kind == "qwen3_5":  # T5Gemma treats padding differently
         expected = unpadded(tmp_path / "run/model", texts_of(odd_file))
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     assert logits.isfinite().all()
@@ -257,7 +257,7 @@ def test_pad_token_of_a_part(
 def test_places_are_counted_as_in_pretraining(
     own_pad: int | None, tmp_path: Path, rows_file: Path, odd_file: Path
 ) -> None:
-    """RoBERTa's kind counts them from behind its pad token, whatever the tokenizer's is."""
+    """RoBERTa-like models count positions from their own pad token's id, whatever the tokenizer's pad token is."""
     names = dict(enumerate(("Business", "Sci/Tech", "Sports", "World")))
     sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 32)
     sizes |= dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 1)
@@ -270,13 +270,13 @@ def test_places_are_counted_as_in_pretraining(
     words = job_words(folder, rows_file, odd_file, tmp_path / "run")
     train.main([*words, "--max_steps", "1", "--learning_rate", "1e-12"])
     logits = torch.from_numpy(np.load(tmp_path / "run/predictions.npz")["logits"])
-    # With none it could not count: it takes the tokenizer's.
+    # A model without a pad token takes the tokenizer's.
     expected = unpadded(folder if own_pad else tmp_path / "run/model", texts_of(odd_file))
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_export_of_a_model_that_pads_with_a_word(tmp_path: Path, odd_file: Path) -> None:
-    """As a special token, the word would be cut out of texts before they are split."""
+    """The model pads with `!`: as a special token it would be cut out of texts before they are tokenised."""
     folder = tmp_path / "model"
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -299,7 +299,7 @@ def test_export_of_a_model_that_pads_with_a_word(tmp_path: Path, odd_file: Path)
 def test_attention_does_not_depend_on_earlier_rows(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """transformers switches BigBird's for good at the first batch of short texts."""
+    """transformers switches BigBird's attention for good at the first batch of short texts."""
     sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 32)
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.5}
     sizes |= {"block_size": 4, "num_random_blocks": 1, "max_position_embeddings": 256}

@@ -1,7 +1,7 @@
 """Every command and snippet of the pages, run in the order in which a reader meets them.
 
-What stands in for the reader's: the tiny model for the pretrained ones, a few updates for a whole run, one process of
-this one for `accelerate launch` (whose files other tests launch), and files of rows under the names the pages use.
+Stand-ins: the tiny model for pretrained ones, a few updates for a whole run, a call in this process for
+`accelerate launch` (other tests launch its YAML files), and files of rows under the names that the pages use.
 """
 
 import json
@@ -26,7 +26,7 @@ MAIN = {
     f"accel_ft.{module.__name__.rpartition('.')[2]}": module.main
     for module in (doctor, evaluate, export, predict, report, search, train)
 }
-NOT_RUN = {  # begins with: why
+NOT_RUN = {  # start of a command: reason
     "python3 -m venv": "CI does it",
     "pip install": "CI does it",
     "python -m pytest": "CI does it",
@@ -77,7 +77,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def snippets(page: str) -> list[tuple[str, str]]:
-    """("bash", a command) or ("python", a block), in their order; launches within a line of text too."""
+    """Return ("bash", command) and ("python", block) pairs in page order; also launches inside a sentence."""
     text = (ROOT / page).read_text()
     found = []
     for match in re.finditer(
@@ -111,12 +111,12 @@ def run_command(line: str, place: Path, name: str) -> None:
             "--report_to": "none",
             "--model_name_or_path": str(place / "tiny"),
         }
-        if "--train_file" not in given:  # as it runs with no key set
+        if "--train_file" not in given:  # it would take AG News
             ours["--dataset_name"] = str(place / "hub")
         given += SHORT + [word for key in ours.keys() - set(given) for word in (key, ours[key])]
-    if module == "accel_ft.train" and "examples/ag_news.yaml" in given:  # both pages run it
+    if module == "accel_ft.train" and "examples/ag_news.yaml" in given:  # on two pages
         given += ["--output_dir", f"runs/{name}"]
-    if module == "accel_ft.doctor":  # pages differ in the strategy they launch it under
+    if module == "accel_ft.doctor":  # the same command under another strategy: once
         if given in DOCTOR_SAW:
             return
         DOCTOR_SAW.append(given)
@@ -126,7 +126,7 @@ def run_command(line: str, place: Path, name: str) -> None:
 
 
 def readers_own() -> dict[str, object]:
-    """What a reader of doctor.md has: a model, and a loader with its sampler."""
+    """What the snippets of doctor.md expect to exist: a model, and a loader with its sampler."""
     dataset = torch.arange(16.0)
     sampler = DistributedSampler(dataset, num_replicas=1, rank=0)
     loader = DataLoader(dataset, 4, sampler=sampler)
