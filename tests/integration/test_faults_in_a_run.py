@@ -1,4 +1,4 @@
-"""What goes wrong in one process: numbers, signals, locks, changed settings. Real kills are in tests/faults."""
+"""Faults in a single run: non-finite numbers, signals, locks, changed settings. Kills of jobs are in tests/faults."""
 
 import errno
 import gzip
@@ -54,7 +54,7 @@ SICK_STEP = 5  # counted from 0
 
 
 def make_sick(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> None:
-    """Give the loss of these micro-batches, counted over the process, no number."""
+    """Make the loss of these micro-batches NaN; they are counted over the whole process."""
     count = 0
     weighted_loss = loop.weighted_loss
 
@@ -71,7 +71,7 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def signal_heard(watch: Watch, number: int) -> None:
-    """Send this process a signal, and wait for the watching thread, which a slow disk may keep."""
+    """Send this process a signal; wait until the watching thread, which a slow disk may delay, has noticed it."""
     os.kill(os.getpid(), number)
     deadline = time.monotonic() + 60
     while not watch.stop_signal and time.monotonic() < deadline:
@@ -79,7 +79,7 @@ def signal_heard(watch: Watch, number: int) -> None:
 
 
 def note_watches(monkeypatch: pytest.MonkeyPatch) -> list[Watch]:
-    """The watches that are entered from here on."""
+    """Return a list of all watches that are entered from here on."""
     watches: list[Watch] = []
     enter = Watch.__enter__
     monkeypatch.setattr(Watch, "__enter__", lambda self: (watches.append(self), enter(self))[1])
@@ -93,7 +93,7 @@ def nonfinite(run: Path) -> list[dict]:
 def test_stop_names_update_and_samples(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second micro-batch of update 6: its 3 samples of 7 are named, the weights stay."""
+    """The second micro-batch of update 6 is NaN: its 3 samples (of 7) are named, and the weights stay those of 5."""
     make_sick(monkeypatch, {2 * SICK_STEP + 1})
     with pytest.raises(UserError, match="update 6: the loss is nan; samples ") as error:
         train.main(words)
@@ -124,8 +124,8 @@ def test_skip_leaves_the_update_out(
 def test_rollback_passes_over_the_batch(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_steps: int
 ) -> None:
-    """Back to the last checkpoint (that of update 0 where there is none yet), then on without the batch: as a run
-    that skips it from the start, but for dropout's numbers.
+    """Load the last checkpoint (of update 0 if none was saved yet), then go on without the batch, like a run that
+    skips it from the start, except for dropout's random numbers.
     """
     make_sick(monkeypatch, {2 * SICK_STEP})
     train.main([*words, "--on_nonfinite", "rollback", "--save_steps", str(save_steps)])
@@ -137,7 +137,7 @@ def test_rollback_passes_over_the_batch(
     assert [event["loss"] is None for event in events] == [n == SICK_STEP for n in range(12)]
     newest = transaction.list_published(run / "checkpoints")[-1][1]
     assert state.read_trainer_state(newest)["passed_over"] == [SICK_STEP]
-    assert events[SICK_STEP]["samples_per_second"] == 0  # it was not trained
+    assert events[SICK_STEP]["samples_per_second"] == 0  # nothing was trained
     assert all(torch.isfinite(value).all() for value in weights(run, 12).values())
 
 
@@ -149,7 +149,9 @@ def test_a_rollback_is_told_once(
     killed_at: int,
     sick_again: set[int],
 ) -> None:
-    """Killed before a checkpoint tells of it, it comes again; killed later, it does not."""
+    """Killed before a checkpoint records the rollback, the update fails again, and is logged anew; later it is left
+    out. Either way the log has one event.
+    """
     words = [*words, "--on_nonfinite", "rollback", "--save_steps", "4"]
     after = Run.after_update
 
@@ -170,7 +172,7 @@ def test_a_rollback_is_told_once(
 
 
 def test_filling_is_no_sample(words: list[str], tmp_path: Path) -> None:
-    """In a short batch some micro-batches are filling, whose NaN is of the weights."""
+    """A short batch is filled up with micro-batches without samples, which diverged weights make NaN, too."""
     words += ["--per_device_train_batch_size", "1", "--global_batch_size", "9"]
     words += ["--learning_rate", "1e30", "--warmup_steps", "0", "--oversampling", "balanced"]
     with pytest.raises(UserError, match="update 12"):
@@ -183,7 +185,7 @@ def test_filling_is_no_sample(words: list[str], tmp_path: Path) -> None:
 def test_rollback_before_the_first_save_of_its_own(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that goes on from another's checkpoint begins with one in its own folder."""
+    """A run that resumes from another run's checkpoint first saves one into its own folder, to roll back to."""
     train.main([*words, "--max_steps", "2"])
     theirs = tmp_path / "run/checkpoints/step_00000002"
     make_sick(monkeypatch, {1})
@@ -197,7 +199,7 @@ def test_rollback_before_the_first_save_of_its_own(
 def test_rollback_sets_aside_what_it_passes_over(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would count as the newest when older ones are pruned."""
+    """A damaged checkpoint would count among the newest when older ones are pruned."""
     make_sick(monkeypatch, {2 * SICK_STEP})
     handle_nonfinite, root = loop.handle_nonfinite, tmp_path / "run/checkpoints"
 
@@ -222,7 +224,9 @@ def test_a_checkpoint_of_sick_weights_is_passed_over(
     capsys: pytest.CaptureFixture[str],
     save_steps: int,
 ) -> None:
-    """Finite weights may be such that no loss is: those that update 4 leaves whenever it is made."""
+    """Each time update 4 is made it leaves finite weights with which no loss is finite: roll back to before it, and
+    leave it out.
+    """
     after = Run.after_update
 
     def spoil(run: Run) -> None:
@@ -247,7 +251,7 @@ def test_a_checkpoint_of_sick_weights_is_passed_over(
 def test_what_was_saved_before_a_sickness_stays(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of updates that are all left out the checkpoints hold weights that may be sick."""
+    """While updates are skipped, new checkpoints may hold damaged weights: older ones must not be pruned."""
     make_sick(monkeypatch, set(range(2 * 4, 200)))
     words += ["--on_nonfinite", "skip", "--save_steps", "3", "--save_total_limit", "2"]
     with pytest.raises(UserError, match="update 15: .* after 10 others in a row") as error:
@@ -261,9 +265,9 @@ def test_what_was_saved_before_a_sickness_stays(
     make_sick(monkeypatch, set(range(2 * 4, 200)))
     train.main([*words, "--max_steps", "13", "--output_dir", str(tmp_path / "sick")])
     kept = transaction.list_published(tmp_path / "sick/checkpoints")
-    assert [step for step, _ in kept] == [3, 6, 9, 12, 13]  # nor at the end
+    assert [step for step, _ in kept] == [3, 6, 9, 12, 13]  # not pruned at the end either
     monkeypatch.undo()
-    train.main([*words, "--max_steps", "30", *LATEST])  # the sickness is over
+    train.main([*words, "--max_steps", "30", *LATEST])  # finite again
     kept = transaction.list_published(tmp_path / "run/checkpoints")
     assert [step for step, _ in kept] == [27, 30]
 
@@ -274,7 +278,7 @@ def test_a_rollback_that_comes_no_further_back_leaves_out_what_it_says(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """An update that the newest checkpoint's weights hold is not left out by its number."""
+    """If the loaded checkpoint already contains an update, that update cannot be left out: only the failed one is."""
     make_sick(monkeypatch, set(range(2 * 4, 200)))
     words += ["--on_nonfinite", "rollback", "--save_steps", "1", "--save_total_limit", "2"]
     with pytest.raises(UserError, match="The weights are those after update 3; "):
@@ -288,6 +292,7 @@ def test_a_rollback_that_comes_no_further_back_leaves_out_what_it_says(
 def test_what_was_left_out_is_none_of_another_order(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With another seed an update has another batch: none is left out."""
     make_sick(monkeypatch, {2 * SICK_STEP})
     after, left_out = Run.after_update, []
 
@@ -348,11 +353,11 @@ def test_a_terminal_that_is_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch) -
     bar.close()
 
 
-LATE = "--save_steps 5 --logging_steps 4 --eval_steps 12".split()  # update 6 is read late
+LATE = "--save_steps 5 --logging_steps 4 --eval_steps 12".split()  # nothing is due after update 6
 
 
 def test_no_standard_error_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with `2>&-`, or in a daemon."""
+    """As after `2>&-`, or in a daemon."""
     setup_logging(True)
     monkeypatch.setattr(sys, "stderr", None)
     logging.getLogger("accel_ft").warning("saving")
@@ -363,7 +368,7 @@ def test_no_standard_error_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read outcomes an update later; the optimizer leaves the weights alone by itself."""
+    """Read outcomes an update later; the optimizer itself skips a step that is not finite."""
     monkeypatch.setattr(handling, "_is_late", lambda run: True)
     arrived = SimpleNamespace(synchronize=lambda: None)
     stream = SimpleNamespace(record_event=lambda: arrived)
@@ -389,9 +394,9 @@ LOOKS = (
 def test_an_update_asks_nothing_of_the_device(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither a value nor a shape that hangs on values: the host would wait for a GPU.
+    """It reads no value from the device, and no shape that depends on values: the host would wait for a GPU.
 
-    The attention path is that of a GPU; the first update, in which the loader draws a seed, is not watched.
+    The attention path is that of a GPU. The first update, in which the loader draws a seed, is not watched.
     """
     asked: list[str] = []
 
@@ -427,7 +432,7 @@ def test_an_update_asks_nothing_of_the_device(
 def test_read_late_is_dealt_with_alike(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    """The update after the sick one has been computed when the host learns of it."""
+    """The host learns of a non-finite update once the next is computed: event and weights are as if it knew at once."""
     words += [*LATE, "--on_nonfinite", policy]
     moved: dict[str, list[bytes]] = {}
     write_event = handling._write_event
@@ -452,7 +457,7 @@ def test_read_late_is_dealt_with_alike(
             train.main(words)
         (event,) = nonfinite(tmp_path / "run")
         results.append((event["update"], event["losses"], event["sample_ids"]))
-        if policy == "skip":  # then the later update has been made
+        if policy == "skip":  # the next update has been applied
             results[-1] = (*results[-1], run_hash(tmp_path / "run")["model"])
         else:
             results[-1] = (*results[-1], moved[policy])
@@ -480,8 +485,8 @@ def test_what_never_ends_is_stopped(
     [
         (1.0, 2.0, None, True),
         (1.0, float("inf"), None, False),
-        (1.0, float("inf"), 65536.0, True),  # fp16's own overflow: the scaler skips and halves
-        (1.0, float("nan"), 1.0, False),  # no scale is left to halve
+        (1.0, float("inf"), 65536.0, True),  # fp16 overflow: the scaler skips and halves
+        (1.0, float("nan"), 1.0, False),  # a scale of 1 is not halved
         (float("inf"), 1.0, 65536.0, False),
         (float("-inf"), 1.0, None, False),
         (float("nan"), float("nan"), 65536.0, False),
@@ -507,7 +512,7 @@ def test_overflow_of_fp16_is_no_sickness(
 def test_a_signal_has_the_newest_outcome_read_before_the_save(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where outcomes are read an update late: the ranks hear of the signal while they read the one before."""
+    """Outcomes are read an update late, and the ranks learn of a signal as they read one: then read the newest, too."""
     monkeypatch.setattr(handling, "_is_late", lambda _: True)
     monkeypatch.setattr(
         handling,
@@ -535,7 +540,7 @@ def test_a_signal_has_the_newest_outcome_read_before_the_save(
 def test_a_signal_during_an_evaluation(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    """Saved without the evaluation, which is made up for at the resume; at the last update too."""
+    """The state is saved without the evaluation, which the resume makes up for; also at the last update."""
     words += ["--per_device_eval_batch_size", "7"]  # the signal comes in the first of three batches
     train.main(words)
     whole = run_hash(tmp_path / "run")
@@ -605,7 +610,7 @@ def test_a_folder_belongs_to_one_run(
 def test_a_run_whose_folder_is_gone_writes_to_no_other(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, meets: str
 ) -> None:
-    """A lock belongs to a file, and all else goes by a name, which may be another run's by now."""
+    """The lock moves with its file, but a run writes to paths, which may belong to another run by now."""
     run, after_update = tmp_path / "run", Run.after_update
     other = [
         "ranks",
@@ -616,7 +621,7 @@ def test_a_run_whose_folder_is_gone_writes_to_no_other(
     other *= "place" in how
 
     def take_away(*_: object) -> None:
-        run.rename(tmp_path / "moved")  # at once: a rank's pulse may be written during a removal
+        run.rename(tmp_path / "moved")  # atomic: a heartbeat may come during rmtree
         if how == "removed":
             shutil.rmtree(tmp_path / "moved")
         for name in other:
@@ -630,7 +635,7 @@ def test_a_run_whose_folder_is_gone_writes_to_no_other(
         if self.step == 2 and meets == "log":
             take_away()
         after_update(self)
-        if self.publication:  # pruning goes on beside the updates, whose log it would meet half-way
+        if self.publication:  # so that pruning, not a log event, meets the move first
             logged.set()
             wait([self.publication])
 
@@ -675,7 +680,7 @@ def test_a_changed_setting_is_refused_unless_allowed(
 
 
 def test_links_in_the_folder_of_a_run(words: list[str], tmp_path: Path) -> None:
-    """A model and a checkpoint that were moved to another disk, and linked."""
+    """The model and a checkpoint were moved to another disk, with a link in their place."""
     train.main(words)
     run = tmp_path / "run"
     for moved in (run / "model", run / "checkpoints/step_00000012"):
@@ -704,7 +709,7 @@ def test_links_in_the_folder_of_a_run(words: list[str], tmp_path: Path) -> None:
     ],
 )
 def test_links_in_somebody_elses_run(words: list[str], tmp_path: Path, name: str) -> None:
-    """What a resume writes would be written to where they lead: a file of keys, another run."""
+    """A resume would write through them, into a user's key file or another run, say."""
     run, mine = tmp_path / "run", tmp_path / "mine"
     (run / "model").mkdir(parents=True)
     (run / name).parent.mkdir(exist_ok=True)
@@ -715,12 +720,12 @@ def test_links_in_somebody_elses_run(words: list[str], tmp_path: Path, name: str
         train.main([*words, *LATEST])
     assert [*(mine / name).iterdir()] == []
     (run / "model").rename(run / "whole")
-    (run / "model").symlink_to(mine)  # of a run that has ended, say: it gets no card there
+    (run / "model").symlink_to(mine)  # of a finished run, say: no model card is written there
     assert not train._lacks_card(TrainConfig(output_dir=run))
     (run / "model").unlink()
     (run / "whole").rename(run / "model")
     assert train._lacks_card(TrainConfig(output_dir=run))
-    if name == "checkpoints":  # to another disk they may lead
+    if name == "checkpoints":  # a link to another disk is allowed
         (mine / "receipt.json").unlink()
         (run / "model").rmdir()
         train.main([*words, *LATEST])
@@ -728,7 +733,7 @@ def test_links_in_somebody_elses_run(words: list[str], tmp_path: Path, name: str
 
 
 def test_what_would_steer_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    """Labels and names of files may be somebody else's."""
+    """Labels and file names may come from somebody else: control characters are escaped."""
 
     def fail() -> None:
         logging.getLogger("accel_ft").warning("World\x1b[2J\x9b2J of\ttwo\nlines")
@@ -742,7 +747,7 @@ def test_what_would_steer_a_terminal(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_bytes_that_are_no_text_at_the_end_of_the_log(words: list[str], tmp_path: Path) -> None:
-    """As a repaired file system leaves them."""
+    """As the repair of a file system may leave them."""
     train.main(words)
     log = tmp_path / "run/metrics.jsonl"
     log.write_bytes(log.read_bytes() + b'{"event": "tr\xff\xfe')
@@ -753,7 +758,7 @@ def test_bytes_that_are_no_text_at_the_end_of_the_log(words: list[str], tmp_path
 def test_the_last_word_is_of_the_rank_that_was_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also should the launcher end this rank at once: it felt the other's end, and is not the cause."""
+    """This rank failed because the other ended: its error file says so, even if the launcher ends this rank at once."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setattr(Watch, "_find_lost", lambda *args, **kwargs: (1, "rank 1 was stopped", 1))
     watch = Watch(tmp_path / "ranks", 0, 1, 60)
@@ -791,7 +796,7 @@ def test_a_second_ctrl_c_ends_the_run_and_not_the_notebook(
     pthread_kill, calls = signal.pthread_kill, list[int]()
 
     def missed_once(thread: int, number: int) -> None:
-        """The first one comes as the main thread falls asleep, and wakes nothing."""
+        """Lose the first signal, as if it came just before the main thread fell asleep."""
         calls.append(number)
         if len(calls) > 1:
             pthread_kill(thread, number)
@@ -802,9 +807,9 @@ def test_a_second_ctrl_c_ends_the_run_and_not_the_notebook(
         with Watch(tmp_path / "ranks", 0, 1, 60) as watch:
             watch.stage("save", can_save=True)
             signal_heard(watch, signal.SIGINT)
-            watch._stopped_at -= 2  # so long ago
+            watch._stopped_at -= 2  # else the second counts as a copy
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(60)  # from which it wakes
+            time.sleep(60)  # the second signal ends it
 
     started = time.monotonic()
     with pytest.raises(Preempted, match="SIGINT at stage save: stopped, without saving"):
@@ -814,7 +819,7 @@ def test_a_second_ctrl_c_ends_the_run_and_not_the_notebook(
 
 
 def test_a_clock_that_is_set_ends_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """psutil counts a process's birth from the boot, and the boot from now."""
+    """psutil derives a process's creation time from the boot time, and that from the present clock."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     watch = Watch(tmp_path, 0, 1, 60)
     beat = watch._beat | {"rank": 1, "pid": process.pid}
@@ -822,14 +827,14 @@ def test_a_clock_that_is_set_ends_no_rank(tmp_path: Path, monkeypatch: pytest.Mo
     create_time = psutil.Process.create_time
     monkeypatch.setattr(psutil.Process, "create_time", lambda self: create_time(self) + 3600)
     assert watch._fate_here(beat, 60) == ""
-    assert watch._fate_here(beat | {"born": beat["born"] - 10}, 60) == "died"  # another's number
+    assert watch._fate_here(beat | {"born": beat["born"] - 10}, 60) == "died"  # the pid was reused
     process.kill()
     process.wait()
     assert watch._fate_here(beat, 60) == "died"
 
 
 def test_machines_of_one_image_are_told_apart(tmp_path: Path) -> None:
-    """By name and container they are the same; a process number of another says nothing here."""
+    """Hostname and pid namespace are alike, the boot id is not: a pid of another machine is not looked up here."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not boot.exists():
         pytest.skip("no Linux")
@@ -842,7 +847,7 @@ def test_machines_of_one_image_are_told_apart(tmp_path: Path) -> None:
 def test_a_stopped_rank_that_another_has_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the look at it and the kill: the thread that watches must live on."""
+    """Between our status check and our kill: the watching thread must survive."""
 
     def gone(process: psutil.Process) -> None:
         raise psutil.NoSuchProcess(process.pid)
@@ -857,7 +862,7 @@ def test_a_stopped_rank_that_another_has_killed(
 
 
 def test_a_crash_is_told_with_its_place(tmp_path: Path) -> None:
-    """Of this start of the rank: its log keeps the earlier ones."""
+    """Only a crash of this start of the rank counts: its log keeps the earlier ones."""
     crash = "import faulthandler, os, sys; print('started now, pid', os.getpid(), flush=True); "
     crash += "faulthandler.enable(); os.kill(os.getpid(), 11)"
     with (tmp_path / "rank_00001.log").open("w") as log:
@@ -887,7 +892,9 @@ def test_a_signal_that_comes_while_a_failed_rank_takes_leave(
     num_ranks: int,
     when: str,
 ) -> None:
-    """The launcher's, which waits for the others when one has failed: not lost, and no save is promised."""
+    """When a rank fails, the launcher signals the others and waits for them. A signal that comes while this rank
+    handles that failure is raised again, not lost; and no save is announced.
+    """
     watch, monkeypatched = Watch(tmp_path, 0, 1, 60), {"leaving": "_let_go", "looking": "_cause"}
     watch.num_ranks = num_ranks
     if when in monkeypatched:
@@ -916,7 +923,7 @@ def test_a_signal_that_comes_while_a_failed_rank_takes_leave(
 def test_another_ctrl_c_while_handlers_are_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """On a slow disk: a notebook must not be left with those of a run that is no more."""
+    """On a slow disk: a notebook must get its own handlers back, not keep those of a run that is over."""
     write = Watch._write_beat
 
     def slowly(self: Watch, ended: bool = False) -> None:
@@ -941,7 +948,7 @@ def test_another_ctrl_c_while_handlers_are_changed(
 
 
 def test_the_last_words_are_of_the_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though the watching thread is about to leave those for an end without a message."""
+    """The watching thread may be writing its default, `ended without a message`, at the same time."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     plain, begun = watch_module.leave_last_words, threading.Event()
 
@@ -977,7 +984,9 @@ with Watch(Path(sys.argv[1]), 0, 1, 60) as watch:
 
 
 def test_output_that_nobody_reads_keeps_no_run(tmp_path: Path) -> None:
-    """A pager at rest, a collector that hangs: the main thread is stopped in a write, with the log's lock."""
+    """Nobody reads stderr (a paused pager, a hung log collector): the main thread blocks in a write, and holds the
+    logging lock. A second signal still ends the run.
+    """
     command = [sys.executable, "-c", UNREAD, str(tmp_path / "ranks")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     unread, stderr = os.pipe()
@@ -1001,7 +1010,7 @@ def test_output_that_nobody_reads_keeps_no_run(tmp_path: Path) -> None:
 def test_a_run_is_closed_before_it_lets_the_others_go(
     words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher signals those that still run when one has ended: they must have nothing left to do."""
+    """When one rank has ended, the launcher signals the others: they must have nothing left to do."""
     seen: list[str] = []
     for owner, name in ((Run, "close"), (Watch, "barrier"), (Run, "wait_for_publication")):
         plain = getattr(owner, name)
@@ -1080,7 +1089,7 @@ def test_a_watch_leaves_the_process_as_it_was(tmp_path: Path) -> None:
 def test_nohup_is_heeded_where_the_launcher_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_torchrun: bool
 ) -> None:
-    """torchrun ends its ranks at the end of a terminal, in spite of nohup: they are to save."""
+    """Even under nohup torchrun ends its ranks when the terminal closes: they must save."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     if by_torchrun:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
@@ -1111,7 +1120,7 @@ def test_each_of_the_schedulers_signals_asks_for_a_save(tmp_path: Path, number: 
 
 
 def test_a_watch_of_many_ranks_acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They beat more seldom, to spare a shared disk: no sign that this process was stopped."""
+    """Many ranks write heartbeats less often, to spare a shared disk: no sign that this process was stopped."""
     ended: list[int] = []
     monkeypatch.setattr(watch_module, "TICK_SECONDS", 0.01)
     monkeypatch.setattr(watch_module, "GRACE_SECONDS", 0.5)
@@ -1130,7 +1139,7 @@ def test_a_watch_of_many_ranks_acts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_warnings_are_in_the_receipt_and_the_report(words: list[str], tmp_path: Path) -> None:
-    """Of the newest start, each once, and none of another run of this process."""
+    """Those of the newest start, each once, and none of another run in this process."""
     report = ["--report_to", "html"]
     train.main(
         [*words, "--max_steps", "2", "--lora_alpha", "3", "--global_batch_size", "100", *report]
@@ -1148,7 +1157,7 @@ def test_warnings_are_in_the_receipt_and_the_report(words: list[str], tmp_path: 
 
 
 def test_a_warning_of_shared_tensors_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    """accelerate has it at each save of T5's kind."""
+    """accelerate logs it at each save of a model with shared weights, such as T5."""
     launch.make_accelerator()
     logging.getLogger("accelerate.utils.other").warning("Removed shared tensor {'a'}")
     assert caplog.messages == []
@@ -1158,14 +1167,14 @@ def test_a_warning_of_shared_tensors_is_left_out(caplog: pytest.LogCaptureFixtur
 def test_a_loss_over_several_updates_is_resumed(
     words: list[str], tmp_path: Path, saved_at: int
 ) -> None:
-    """What was summed up since the last event is in the checkpoint."""
+    """The loss summed since the last event is in the checkpoint."""
     seldom = [*words, "--logging_steps", "4", "--save_steps", "1", "--save_total_limit", "none"]
     train.main(seldom)
     often, whole = [*words, "--logging_steps", "1"], events_of(tmp_path / "run")
     train.main([*often, "--output_dir", str(tmp_path / "each")])
     losses = [e["loss"] for e in events_of(tmp_path / "each") if e["event"] == "train"]
     logged = [e["loss"] for e in whole if e["event"] == "train"]
-    assert logged[0] == pytest.approx(sum(losses[:4]) / 4)  # of as many rows each
+    assert logged[0] == pytest.approx(sum(losses[:4]) / 4)  # 8 rows each
     assert logged[1] == pytest.approx(
         (8 * (losses[4] + losses[6] + losses[7]) + 7 * losses[5]) / 31
     )
@@ -1207,9 +1216,9 @@ def test_the_others_of_a_rank_that_a_signal_ended_are_preempted(
     told: str,
     feels_it: bool,
 ) -> None:
-    """Whether a collective fails first or the watch sees it: the same exit code."""
+    """The exit code is that of the other rank, whether a collective fails first or the watch notices first."""
     left: list[tuple[str, int]] = []
-    seen: list[dict[str, Any]] = []  # by a third rank, at its end
+    seen: list[dict[str, Any]] = []  # heartbeats, as a third rank reads them
 
     def leave(self: Watch, words: str, code: int, aloud: bool) -> None:
         left.append((words, code))
@@ -1217,7 +1226,7 @@ def test_the_others_of_a_rank_that_a_signal_ended_are_preempted(
 
     monkeypatch.setattr(Watch, "_leave", leave)
     monkeypatch.setattr(watch_module, "TICK_SECONDS", 60.0 if feels_it else 0.05)
-    monkeypatch.setattr(watch_module, "GRACE_SECONDS", 0.1)  # a stall of a second starts it anew
+    monkeypatch.setattr(watch_module, "GRACE_SECONDS", 0.1)  # a stall of 1 s restarts it
     watch = Watch(tmp_path, 0, 1, 60, "ask the doctor")
     watch.num_ranks = 2
     beat = {"rank": 1, "run": watch._beat["run"], "failed": failed, "ended": False, "at": 0}
@@ -1242,7 +1251,9 @@ def test_the_others_of_a_rank_that_a_signal_ended_are_preempted(
 
 
 def start(words: list[str], *, shell: bool = False) -> subprocess.Popen[str]:
-    """accel_ft.train in a process group of its own, or soon an orphan: its shell ends once it runs."""
+    """Start accel_ft.train in a process group of its own; with `shell`, by a shell that ends once the run writes its
+    heartbeat, so that the run becomes an orphan.
+    """
     command = [sys.executable, "-m", "accel_ft.train", *words]
     if shell:
         beat = Path(words[words.index("--output_dir") + 1]) / "ranks" / "rank_00000.json"
@@ -1266,7 +1277,7 @@ def wait_for_step(run: Path, step: int) -> None:
 
 
 def test_a_signal_to_the_whole_group_spares_the_workers(words: list[str], tmp_path: Path) -> None:
-    """As schedulers do it: the processes that prepare batches get the signal too."""
+    """Schedulers signal every process of a job: also the workers that prepare batches."""
     process = start([*words, "--dataloader_num_workers", "2", "--num_train_epochs", "300"])
     wait_for_step(tmp_path / "run", 3)
     os.killpg(process.pid, signal.SIGTERM)
@@ -1281,7 +1292,7 @@ def test_a_signal_to_the_whole_group_spares_the_workers(words: list[str], tmp_pa
 def test_no_signal_ends_a_worker_from_its_start(
     words: list[str], monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """One that is spawned, as beside several GPUs, loads torch for seconds before it could ignore one."""
+    """A spawned worker, as used with several GPUs, imports torch for seconds before it could ignore a signal."""
     plain, after_update = loader.DataLoader, Run.after_update
     monkeypatch.setattr(
         loader, "DataLoader", lambda *given, **keys: plain(*given, **keys | ({"multiprocessing_context": method} if keys["num_workers"] else {}))
@@ -1324,7 +1335,7 @@ train.run_command(lambda: train.main(sys.argv[1:]))
 
 
 def test_a_worker_that_is_killed_ends_the_run(words: list[str]) -> None:
-    """The other one, which heeds no signal, does not keep the process."""
+    """The other worker, which blocks stop signals, does not keep the process alive."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", WORKER_THAT_DIES, *words, "--dataloader_num_workers", "2"]
     done = subprocess.run(
@@ -1335,7 +1346,7 @@ def test_a_worker_that_is_killed_ends_the_run(words: list[str]) -> None:
 
 
 def test_a_second_signal_ends_it_at_once(words: list[str], tmp_path: Path) -> None:
-    """Between the two, a first one must have been waiting: the update is made to last."""
+    """The update lasts long: the first signal must wait for its end, the second must not."""
     slow = "import time; from accel_ft.engine import loop; f = loop.forward; "
     slow += "loop.forward = lambda *a: (time.sleep(30) if loop.stuck() else None, f(*a))[1]; "
     code = "from pathlib import Path; import sys; from accel_ft import train; " + slow
@@ -1353,7 +1364,7 @@ def test_a_second_signal_ends_it_at_once(words: list[str], tmp_path: Path) -> No
 
 
 def test_a_launcher_killed_while_its_rank_loads_libraries(words: list[str], tmp_path: Path) -> None:
-    """No watch is there yet; the rank would train on, its folder locked."""
+    """There is no watch yet: the rank would train on without its launcher, and keep its folder locked."""
     command = ["-m", "accelerate.commands.launch", "--cpu", "-m", "accel_ft.train", *words]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     launcher = subprocess.Popen(
@@ -1362,7 +1373,7 @@ def test_a_launcher_killed_while_its_rank_loads_libraries(words: list[str], tmp_
     deadline, ranks = time.monotonic() + 60, []
 
     def loads(rank: psutil.Process) -> bool:
-        # Until its exec it has the launcher's words and libraries.
+        # Between fork and exec it has the launcher's command line and libraries.
         is_rank = "accelerate.commands.launch" not in rank.cmdline()
         return is_rank and any("libtorch" in each.path for each in rank.memory_maps())
 
@@ -1390,7 +1401,7 @@ def test_the_end_of_a_shell_is_not_that_of_its_run(words: list[str], tmp_path: P
 def test_training_goes_on_while_a_checkpoint_is_published(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Publishing of the first one ends only after another update; all are published at the end."""
+    """Publication of the first one ends only after another update; in the end all are published."""
     goes_on = threading.Event()
     publish, after_update = transaction.publish, Run.after_update
 
@@ -1456,14 +1467,14 @@ def test_padding_and_memory_are_told(words: list[str], tmp_path: Path) -> None:
 
 
 def test_offloaded_parameters_are_not_read_late() -> None:
-    """The device's answer would reach the fused CPU kernel without a wait."""
+    """The fused optimizer step on the CPU would not wait for the device's result."""
     device, model = torch.device("cuda"), torch.nn.Linear(1, 1)
     accelerator = SimpleNamespace(device=device, scaler=None)
     assert not handling._is_late(SimpleNamespace(accelerator=accelerator, model=model))
 
 
 def test_the_update_before_one_that_is_left_out_is_judged_at_once(words: list[str]) -> None:
-    """What is left out is counted, and saved where that is due, without another look at the outcomes."""
+    """A left-out update is counted, and saved if due, without reading outcomes again."""
     run = SimpleNamespace(
         step=4, stop_signal=0, passed_over=set(), _eval_steps=100, _falls_on=lambda *_: False,
         config=SimpleNamespace(logging_steps=100, save_steps=100),
