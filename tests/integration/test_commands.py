@@ -423,7 +423,7 @@ def test_infinite_logits_give_no_label(
     assert set(json.loads(capsys.readouterr().out).values()) == {1, None}
 
 
-def test_what_a_killed_process_was_writing_goes(tmp_path: Path) -> None:
+def test_unfinished_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
     """Writing a file removes the unfinished versions of it, and of no other, that dead processes left."""
     dead = subprocess.Popen(["true"])
     dead.wait()

@@ -116,7 +116,7 @@ def test_a_folder_that_cannot_be_made_is_a_finding(tmp_path: Path) -> None:
     assert "Not a directory" in finding["measured"]
 
 
-def test_a_job_of_its_own(tmp_path: Path) -> None:
+def test_the_doctors_own_job(tmp_path: Path) -> None:
     code, found = examined(tmp_path)
     assert (code, untimed_verdicts(found.values())) == (0, {"PASS", "SKIP"}), found
 
@@ -130,7 +130,7 @@ def test_adapters_of_a_small_model_learn(tmp_path: Path, tiny_model: Path, rows_
 
 
 @pytest.mark.parametrize(("rate", "verdict"), [(1e-4, "WARN"), (0.0, "FAIL")])
-def test_adapters_that_learn_nothing_by_heart(
+def test_adapters_that_do_not_overfit(
     rate: float,
     verdict: str,
     tmp_path: Path,
@@ -148,14 +148,14 @@ def test_adapters_that_learn_nothing_by_heart(
     assert found["overfits"]["verdict"] == verdict
 
 
-def test_a_model_alone_is_a_job_of_its_own(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_model_without_rows_is_examined_on_ag_news(tmp_path: Path, tiny_model: Path) -> None:
     """Without rows the job is AG News, as for `train`: the doctor's own rows and model do not stand in."""
     code, found = examined(tmp_path, "--model_name_or_path", tiny_model, "--max_seq_length", 32)
     assert (code, found["set-up"]["verdict"]) == (1, "FAIL")
     assert "dataset_name=fancyzhx/ag_news: HF_HUB_OFFLINE is set" in found["set-up"]["measured"]
 
 
-def test_a_rate_and_labels_as_they_are(tmp_path: Path, tiny_model: Path, rows_file: Path) -> None:
+def test_an_unusual_rate_and_one_label(tmp_path: Path, tiny_model: Path, rows_file: Path) -> None:
     """A learning rate out of range is a WARN; predictions are not judged if all rows learnt have one label."""
     rows, texts = (
         tmp_path / "rows.csv",

@@ -289,7 +289,7 @@ def test_a_rollback_that_comes_no_further_back_leaves_out_what_it_says(
     assert told[:3] == [("4", "5"), ("3", "4 and 6"), ("6", "7")]
 
 
-def test_what_was_left_out_is_none_of_another_order(
+def test_left_out_updates_are_forgotten_with_another_seed(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With another seed an update has another batch: none is left out."""
@@ -571,7 +571,7 @@ def test_a_signal_during_an_evaluation(
     assert told.count("preempted") == told.count("resume") == 1
 
 
-def test_a_run_that_is_saved_is_preempted_though_no_line_can_say_so(
+def test_a_saved_run_is_preempted_even_if_the_event_cannot_be_written(
     words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write, after = EventLog.write, Run.after_update
@@ -1030,14 +1030,14 @@ def test_a_run_is_closed_before_it_lets_the_others_go(
     assert seen[-2:] == ["close", "barrier"]
 
 
-def test_a_heartbeat_of_another_version_is_no_ranks(tmp_path: Path) -> None:
+def test_a_heartbeat_of_another_version_is_ignored(tmp_path: Path) -> None:
     watch = Watch(tmp_path, 0, 1, 60)
     watch.num_ranks = 2
     (tmp_path / "rank_00001.json").write_text('{"rank": 1}')
     assert watch._others() == []
 
 
-def test_a_file_system_that_puts_no_folder_on_the_disk(
+def test_a_file_system_that_cannot_fsync_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuses(descriptor: int) -> None:

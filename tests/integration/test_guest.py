@@ -39,7 +39,7 @@ def program(tmp_path: Path, text: str, **streams: Any) -> subprocess.CompletedPr
     )  # fmt: skip
 
 
-def test_labels_want_nothing_of_accelerates_state(
+def test_inference_does_not_use_accelerates_state(
     job: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """accelerate's state is global: another thread may be training, in another precision."""
@@ -297,7 +297,7 @@ def test_a_fault_of_one_rank_is_raised_on_all(job: dict[str, Any], tmp_path: Pat
     assert done.stdout.count("closed") == 2  # a thread of an open one may abort a rank at exit
 
 
-def test_paths_in_letters_that_the_terminal_has_not(job: dict[str, Any], tmp_path: Path) -> None:
+def test_paths_that_the_terminal_cannot_encode(job: dict[str, Any], tmp_path: Path) -> None:
     words = [
         str(each) for key, value in job.items() if value is not None for each in (f"--{key}", value)
     ]
