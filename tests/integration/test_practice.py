@@ -37,7 +37,7 @@ from accel_ft.errors import CheckpointError, ConfigError, DataError, UserError
 def test_rank_0_says_what_is_opened(
     tiny_model: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a run that goes on, each rank for itself might find another checkpoint."""
+    """In a run in progress, ranks may see different newest checkpoints: all open the one that rank 0 names."""
 
     def refuse(checkpoint: str, accelerator: Any) -> str:
         raise CheckpointError(f"rank {accelerator.process_index} finds none")
@@ -103,7 +103,7 @@ def test_a_model_that_left_its_run_is_measured_as_in_it(
     words: list[str], tmp_path: Path, odd_file: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Cut at the same length; and from inside its own folder."""
+    """The exported model truncates at the same length and has the same loss; so has model/, opened as `.`."""
     train.main([*words, "--max_seq_length", "9"])
     test = next(e for e in events_of(tmp_path / "run") if e["event"] == "test")
     out = tmp_path / "exported"
@@ -120,9 +120,10 @@ def test_a_model_that_left_its_run_is_measured_as_in_it(
     settings = Path("../config.yaml")
     told = settings.read_text()
     settings.write_text(told.replace("max_eval_samples: null", "max_eval_samples: 5"))
-    evaluate.main(["--checkpoint", "."])  # the run's is of its validation rows
+    evaluate.main(["--checkpoint", "."])  # the run's own value applies to its validation rows only
     assert json.loads(capsys.readouterr().out)["num_samples"] == 21
-    evaluate.main(["--checkpoint", ".", "--max_eval_samples", "5"])  # of whichever rows
+    # Given here, it applies to any rows.
+    evaluate.main(["--checkpoint", ".", "--max_eval_samples", "5"])
     assert json.loads(capsys.readouterr().out)["num_samples"] == 5
     settings.write_text(told)
     with pytest.raises(
@@ -140,7 +141,9 @@ def test_a_model_that_left_its_run_is_measured_as_in_it(
 def test_rows_that_change_beside_a_run(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
-    """While it trains: no texts that are not its own. Between two starts: the best is forgotten. After it: it is told."""
+    """Changed while it trains: no mistakes.jsonl, which would quote other texts. After it: `evaluate` warns that
+    the rows may have been trained on. Other validation rows at a resume: the best evaluation no longer counts.
+    """
     from accel_ft.engine import loop
     from accel_ft.reporting.record import read_record
 
@@ -194,7 +197,7 @@ def test_a_full_disk_is_met_before_the_old_model_goes(
 
 
 def test_a_run_needs_the_checkpoints_that_it_will_write(tmp_path: Path) -> None:
-    """In bytes a parameter: 12 for each checkpoint that is there at once, 4 for the model."""
+    """Bytes per parameter: 12 for each checkpoint that exists at the same time, 4 for the final model."""
     from accel_ft.engine.start import checkpoint_bytes
 
     run: Any = SimpleNamespace(num_parameters=1, num_trained=1)
@@ -203,11 +206,12 @@ def test_a_run_needs_the_checkpoints_that_it_will_write(tmp_path: Path) -> None:
         config = TrainConfig(output_dir=tmp_path, **keys)
         return checkpoint_bytes(run, config, range(done + 1, updates + 1), 50, *more)
 
-    assert need(100) == 4 + 12  # at its end
+    assert need(100) == 4 + 12  # one checkpoint, at the end
     assert need(100, 0, True) == 4 + 2 * 12
-    assert need(500, eval_steps=500, load_best_model_at_end=True) == 4 + 12  # all in one
+    # Save, evaluation and end fall on the same update.
+    assert need(500, eval_steps=500, load_best_model_at_end=True) == 4 + 12
     assert need(120, load_best_model_at_end=True, save_total_limit=None) == 4 + 3 * 12
-    assert need(10**4) == 4 + 3 * 12  # two, and the one that is written
+    assert need(10**4) == 4 + 3 * 12  # save_total_limit=2, and the one being written
     assert need(10**4, 2) == 4 + 12
     assert need(1200, done=1100) == 4 + 12
     assert need(100, done=100) == 4
@@ -227,7 +231,7 @@ def test_a_label_that_no_test_row_has_has_no_score(
     assert "per_class.a.f1 on the test rows: no row has that label\n" in told
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Python 3.13
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # __del__ closes
 def test_a_disk_that_is_full_when_a_line_or_the_card_is_written(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,7 +243,8 @@ def test_a_disk_that_is_full_when_a_line_or_the_card_is_written(
 
     class Full(io.StringIO):
         def close(self) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")  # as a file does, without a name
+            # A real file raises this without its name, too.
+            raise OSError(errno.ENOSPC, "No space left on device")
 
     def opened(path: Path, mode: str = "r", **kwargs: Any) -> Any:
         is_log = path.name == "metrics.jsonl" and mode == "a" and path.exists()
@@ -273,8 +278,8 @@ def test_a_disk_that_is_full_when_a_line_or_the_card_is_written(
 def test_ctrl_c_with_nothing_to_save_can_be_caught(
     where: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a notebook, which goes on; the same settings then train. Who catches all that goes wrong with other
-    people's files does not catch it.
+    """As in a notebook, which survives Ctrl-C: the same settings then train. Code that catches any exception of other
+    people's files does not catch this one.
     """  # fmt: skip
     import os
     import signal
@@ -362,7 +367,7 @@ def test_predict_tells_a_fault_in_the_last_row_first(
 def test_evaluate_reads_the_rows_it_measures_alone(
     words: list[str], tmp_path: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others may be large."""
+    """The run's training and validation files, which may be large, are not even hashed."""
     from accel_ft.data import sources
 
     test = tmp_path / "test.csv"
@@ -378,7 +383,7 @@ def test_evaluate_reads_the_rows_it_measures_alone(
 def test_a_model_that_does_not_say_what_its_labels_are(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As many an older one of several labels: then the command does."""
+    """Many older multi-label models have no problem_type in their config: --problem_type gives it."""
     rows = tmp_path / "rows.jsonl"
     lines = [{"text": "goal", "label": ["Sports", "World"]}, {"text": "bank", "label": []}] * 8
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -437,7 +442,7 @@ def test_folders_that_are_nearly_checkpoints(words: list[str], tmp_path: Path) -
 def test_a_resume_that_trains_nothing_says_so(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A pair of texts for a model of single ones, too."""
+    """Also: `predict` warns of a pair of texts if the model was trained on single texts."""
     train.main([*words, "--max_steps", "4"])
     longer = ["--resume_from_checkpoint", str(tmp_path / "run/checkpoints/step_00000004")]
     longer += ["--output_dir", str(tmp_path / "new run")]
@@ -445,7 +450,7 @@ def test_a_resume_that_trains_nothing_says_so(
         CheckpointError, match=r"step_00000004: 4 updates are done, but .* has only 2\."
     ):
         train.main([*words, "--max_steps", "2", *longer])
-    for _ in range(2):  # finished or not
+    for _ in range(2):  # model/ is missing; the refusal changes nothing
         shutil.rmtree(tmp_path / "run/model", ignore_errors=True)
         with pytest.raises(
             CheckpointError, match=r"run: 4 updates are done, but the job has only 2\."
@@ -454,7 +459,7 @@ def test_a_resume_that_trains_nothing_says_so(
     train.main([*words, "--max_steps", "4", *longer])
     done = capsys.readouterr()
     assert "4 of 4 updates done\n" in done.err
-    assert f"--checkpoint '{tmp_path}/new run/model' --text" in done.out  # as a shell takes it
+    assert f"--checkpoint '{tmp_path}/new run/model' --text" in done.out  # quoted for a shell
     predict.main(["--checkpoint", str(tmp_path / "new run"), "--text", "a", "--text_pair", "b"])
     assert "run/model: was trained on single texts, not on pairs" in capsys.readouterr().err
 
@@ -465,7 +470,9 @@ def test_a_resume_that_trains_nothing_says_so(
 def test_what_is_switched_on_around_it_changes_nothing(
     tmp_path: Path, tiny_model: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A notebook that has predicted before has gradients off; a service may have autocast on."""
+    """In a notebook, gradients may be off; in a service, autocast may be on: weights and scores stay the same.
+    `fit` under autocast is refused.
+    """
     from accel_ft.predict import Alone
 
     keys: dict[str, Any] = {"model_name_or_path": str(tiny_model), "train_file": rows_file}
@@ -487,7 +494,7 @@ def test_what_is_switched_on_around_it_changes_nothing(
     rare = classifier.describe(np.array([1.25e-7, 0.25, 0.25, 0.5]))["scores"]
     assert min(rare.values()) == 1.25e-7
     half = Alone(torch.device("cpu"), "bf16")
-    monkeypatch.setattr(classifier, "accelerator", half)  # as launched in bf16
+    monkeypatch.setattr(classifier, "accelerator", half)  # as if launched in bf16
     assert classifier.predict(texts) != found
 
 
@@ -577,7 +584,7 @@ def test_a_guest_leaves_the_process_as_it_was(
 def test_one_fit_at_a_time(
     tmp_path: Path, tiny_model: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two would share accelerate's accumulation and the random numbers."""
+    """Two at once would share accelerate's gradient accumulation and the random number generators."""
     import accel_ft
 
     job: dict[str, Any] = {"model_name_or_path": str(tiny_model), "train_file": rows_file}
@@ -603,7 +610,7 @@ def test_one_fit_at_a_time(
 def test_a_missing_extra_is_named(
     extra: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As soon as it is asked for, before anything is loaded or written."""
+    """The error comes before anything is loaded or written."""
     from conftest import ROOT
 
     from accel_ft import errors, search
@@ -637,7 +644,7 @@ def test_a_missing_extra_is_named(
 def test_the_largest_micro_batch_that_fits(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Less memory, smaller micro-batches, more of them: the same global batch and the same curve."""
+    """With less memory: smaller micro-batches, more accumulation steps, the same global batch, a similar first loss."""
     from accel_ft.engine import fitting
 
     train.main([*words, "--per_device_train_batch_size", "8"])
@@ -656,7 +663,8 @@ def test_the_largest_micro_batch_that_fits(
     )
     train.main([*words, "--output_dir", str(tmp_path / "much")])
     assert masks
-    assert not any(mask.all() for mask in masks)  # of such a one no mask is made, and none measured
+    # A mask without padding may be skipped by the model, and its memory not measured.
+    assert not any(mask.all() for mask in masks)
     three_rows = measured[0].on_rank("none", 1, 0) + 3 * measured[0].per_row
     three_rows = int(three_rows / (1 - fitting.RESERVE)) + 1000
     monkeypatch.setattr(fitting, "device_bytes", lambda _: three_rows)
@@ -667,18 +675,20 @@ def test_the_largest_micro_batch_that_fits(
     ]
     assert steps == [1, 3]
     again = [e["loss"] for e in events_of(tmp_path / "little") if e["event"] == "train"]
-    assert again[0] == pytest.approx(losses[0], rel=0.2)  # other dropout
+    assert again[0] == pytest.approx(losses[0], rel=0.2)  # other dropout masks
     whole = run_hash(tmp_path / "little")
     cut_off(tmp_path / "little", 6)
-    monkeypatch.setattr(fitting, "device_bytes", lambda _: 10 * three_rows)  # now more would fit
+    # More would fit now; a resume keeps the split.
+    monkeypatch.setattr(fitting, "device_bytes", lambda _: 10 * three_rows)
     train.main([*words, "--output_dir", str(tmp_path / "little"), *LATEST])
     assert run_hash(tmp_path / "little") == whole
-    inside = tmp_path / "little/checkpoints/mine"  # a run of its own, not that it lies in
+    inside = tmp_path / "little/checkpoints/mine"  # a new run, though inside the folder of another
     train.main([*words, "--max_steps", "1", "--output_dir", str(inside), *LATEST])
     assert json.loads((inside / "receipt.json").read_text())["accumulation_steps"] == 1
-    (inside / "config.yaml").unlink()  # killed at its start, between the one file and the other
+    (inside / "config.yaml").unlink()  # killed at its start, before config.yaml was written
     train.main([*words, "--max_steps", "1", "--output_dir", str(inside), *LATEST])
-    monkeypatch.setattr(fitting, "device_bytes", lambda _: 200_000)  # the model's states have none
+    # Room for weights and gradients, but not for the optimizer states.
+    monkeypatch.setattr(fitting, "device_bytes", lambda _: 200_000)
     with pytest.raises(
         ConfigError,
         match="auto: not one sample of 32 tokens .the longest row's. fits: .* below 32,",
@@ -694,7 +704,7 @@ def test_the_largest_micro_batch_that_fits(
 
 
 def test_onnx(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The file takes any number of rows and tokens, and says what the model says."""
+    """With other numbers of rows and tokens than at the export, the ONNX file gives the model's scores."""
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     train.main(words)
@@ -709,7 +719,7 @@ def test_onnx(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[st
         ]
     )
     assert "within" in capsys.readouterr().out
-    assert b".py" not in (tmp_path / "out/model.onnx").read_bytes()  # nor where it lies here
+    assert b".py" not in (tmp_path / "out/model.onnx").read_bytes()  # no local source files
     session = onnxruntime.InferenceSession(str(tmp_path / "out/model.onnx"))
     classify = load_classifier(tmp_path / "out", all_scores=True)
     text = "goal striker the of bank"
@@ -725,7 +735,7 @@ def test_onnx(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_onnx_beside_its_weights(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where they are too large for one protobuf."""
+    """Weights too large for one protobuf go to model.onnx.data."""
     for name in ("onnxruntime", "onnxscript"):
         pytest.importorskip(name)
     from transformers import AutoTokenizer
@@ -734,7 +744,7 @@ def test_onnx_beside_its_weights(
 
     train.main([*words, "--max_steps", "1"])
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/model")
-    tokenizer.add_tokens([f"new{number}" for number in range(1000)])  # the model has none of them
+    tokenizer.add_tokens([f"new{number}" for number in range(1000)])  # more than the model has
     tokenizer.save_pretrained(tmp_path / "run/model")
     monkeypatch.setattr(onnx, "LARGEST", 1000)
     out = tmp_path / "out"
@@ -745,7 +755,7 @@ def test_onnx_beside_its_weights(
 def test_onnx_of_other_kinds(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """BART counts the end tokens of a batch; what torch cannot write is told in one line."""
+    """BART, which compares the numbers of end tokens in a batch, is exported; a failure is reported in one line."""
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     from transformers import BartConfig, BartForSequenceClassification
@@ -757,7 +767,8 @@ def test_onnx_of_other_kinds(
     config = BartConfig(vocab_size=60, d_model=16, eos_token_id=3, pad_token_id=0, **layers)
     model, tokenizer = BartForSequenceClassification(config).eval(), load_tokenizer(str(tiny_model))
     assert write_onnx(model, tokenizer, tmp_path) < 1e-4
-    with monkeypatch.context() as patch:  # a regression's numbers may be large
+    # Outputs may be large, as in a regression: the tolerance is relative.
+    with monkeypatch.context() as patch:
         patch.setattr("accel_ft.model.onnx.TOLERANCE", 1e-5)
         model.classification_head.out_proj.weight.data *= 1e5
         assert write_onnx(model, tokenizer, tmp_path) > 1e-5
@@ -784,7 +795,9 @@ def test_onnx_of_other_kinds(
 def test_a_decoder_whose_tokenizer_has_no_pad_token(
     end: str, padding: int | None, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """The last token of each text decides, not that of the longest; also where all end in the end token."""
+    """GPT-2 classifies at a text's last token: in a padded batch, each text scores as in a batch of one, also if
+    every text ends in the end token.
+    """
     from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
@@ -827,7 +840,7 @@ def test_a_model_too_large_to_be_measured(
 def test_a_head_keeps_its_labels(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A classifier trained on: where its labels are those of the rows, in its own order; else under new names."""
+    """A classifier is trained further: it keeps the order of its labels if they are the rows', or gets the rows' labels."""
     from transformers import AutoModelForSequenceClassification
 
     train.main([*words, "--max_steps", "1"])
@@ -867,14 +880,14 @@ def test_an_export_that_could_not_take_its_name(
 
 
 def test_an_export_among_checkpoints(words: list[str], tmp_path: Path) -> None:
-    """In one, it would be a damaged one; beside them it would be the newest."""
+    """Inside a checkpoint it would make that one damaged; beside the checkpoints it would be the newest."""
     train.main([*words, "--max_steps", "1"])
     checkpoint = tmp_path / "run/checkpoints/step_00000001"
     for output in (checkpoint / "hf", checkpoint / "a/b", checkpoint.with_name("step_00000009")):
         with pytest.raises(ConfigError, match="is inside checkpoints/. Fix: another folder"):
             export.main(["--checkpoint", str(checkpoint), "--output", str(output)])
-    (tmp_path / "checkpoints").mkdir()  # of nobody
-    (tmp_path / "manifest.json").write_text("{}")  # of a web site
+    (tmp_path / "checkpoints").mkdir()  # not a run's
+    (tmp_path / "manifest.json").write_text("{}")  # e.g. a web site's
     export.main(["--checkpoint", str(checkpoint), "--output", str(tmp_path / "checkpoints/hf")])
 
 
@@ -904,7 +917,7 @@ def test_an_export_of_a_model_that_is_not_whole(words: list[str], tmp_path: Path
 def test_folders_without_a_name(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`--reproduce .` and `--output .` mean the folder one is in."""
+    """`--reproduce .` and `--output .` mean the current folder."""
     train.main([*words, "--max_steps", "2"])
     monkeypatch.chdir(tmp_path / "run")
     train.main(["--reproduce", "."])
@@ -918,7 +931,7 @@ def test_folders_without_a_name(
 def test_a_folder_is_no_model_of_the_hub_from_elsewhere(
     words: list[str], tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its name would do for one where it is not at hand."""
+    """Where a relative path does not exist, it looks like a Hub id: the card must not name it as base_model."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny_model, "nets/tiny")
     train.main([*words, "--model_name_or_path", "nets/tiny", "--max_steps", "1"])
@@ -929,7 +942,7 @@ def test_a_folder_is_no_model_of_the_hub_from_elsewhere(
 
 
 def test_export_of_a_sharded_classifier(words: list[str], tmp_path: Path) -> None:
-    """As large ones lie on the Hub: in several files."""
+    """In several files, like large models on the Hub."""
     from transformers import AutoModelForSequenceClassification
 
     train.main([*words, "--max_steps", "1"])

@@ -22,7 +22,7 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 def test_the_report(words: list[str], tmp_path: Path, rows_file: Path) -> None:
-    """Texts and labels are escaped; the numbers of the test rows are in it; several runs overlay."""
+    """Texts and labels are escaped; the test metrics are shown; several runs share each figure."""
 
     from accel_ft.reporting import figures
     from accel_ft.reporting.record import read_record
@@ -48,7 +48,7 @@ def test_the_report(words: list[str], tmp_path: Path, rows_file: Path) -> None:
     assert "<script>" not in page
     assert "<b>Sports" not in page
     assert "&lt;b&gt;Sports&lt;/b&gt;" in page
-    assert '<th class="up">A &amp; B 体育</th>' in page  # as the browser's fonts have it
+    assert '<th class="up">A &amp; B 体育</th>' in page  # as text, in the browser's fonts
     assert "http" not in page.replace("http-equiv", "")  # self-contained
     assert {path.stem for path in (run / "report").iterdir()} == {
         "train_loss", "train_learning_rate", "train_grad_norm", "train_samples_per_second",
@@ -77,7 +77,7 @@ def test_the_report(words: list[str], tmp_path: Path, rows_file: Path) -> None:
     cells = re.findall(r'(\d\.\d{3}) <span class="range">', page)
     assert cells == ["0.900", "0.750", "0.818", "0.500", "0.750", "0.600"]  # precision, recall, F1
     counts = re.findall(r'%\)">(?:<span style="color: #fff">)?(\d+)', page)
-    assert counts == ["9", "3", "1", "3"]  # a row of the table is a label
+    assert counts == ["9", "3", "1", "3"]  # one table row per true label
     assert "<td>end</td>" in page
     report.main([str(run), str(tmp_path / "other"), "--output", str(tmp_path / "both")])
     page = (tmp_path / "both/report.html").read_text()
@@ -144,16 +144,16 @@ def test_a_report_of_runs_of_one_name_and_of_one_that_goes_on(
     page = (tmp_path / "report.html").read_text()
     for folder in folders:
         assert f"<h2>{folder}</h2>" in page
-    assert "<th>accuracy</th>" in page  # the first one has none
+    assert "<th>accuracy</th>" in page  # though the first run was never evaluated
     cut_off(folders[1], 6)
     with pytest.raises(RuntimeError):
         stopped_at(8, [*words, "--output_dir", str(folders[1]), *LATEST])
-    assert not (folders[1] / "predictions.npz").exists()  # of the model that is no more
+    assert not (folders[1] / "predictions.npz").exists()  # they described the removed model
     assert not (folders[1] / "mistakes.jsonl").exists()
 
 
 def test_what_a_rewound_log_keeps(tmp_path: Path) -> None:
-    """When and why a run was started and stopped stays, also where it goes on from before that."""
+    """When and why a run was resumed and stopped is kept, even after the update from which it now continues."""
     from accel_ft.runtime.logging import EventLog
 
     log = EventLog(tmp_path / "metrics.jsonl", writes=True)
@@ -162,7 +162,7 @@ def test_what_a_rewound_log_keeps(tmp_path: Path) -> None:
     log.write("nonfinite", 7, policy="stop")
     log.write("nonfinite", 7, policy="skip")
     log.write("eval", 8, eval_loss=float("nan"), eval_per_class={"a": {"f1": float("inf")}})
-    last = log.path.read_text().splitlines()[-1]  # JSON knows no NaN
+    last = log.path.read_text().splitlines()[-1]  # JSON has no NaN
     nulls = {"eval_loss": None, "eval_per_class": {"a": {"f1": None}}}
     assert json.loads(last, parse_constant=pytest.fail) == {"event": "eval", "step": 8, **nulls}
     assert np.isnan(TrainConfig(metric_for_best_model="loss").best_value(nulls, "eval_"))
@@ -170,7 +170,8 @@ def test_what_a_rewound_log_keeps(tmp_path: Path) -> None:
     kept = [(event["step"], event["event"]) for event in events_of(tmp_path)]
     assert kept == [(1, "train"), (2, "resume"), (4, "preempted"), (7, "nonfinite")]
     log.path.unlink()
-    for step in (1, 2):  # a signal came during the second, and a kill after it was made up for
+    # The evaluation of update 2 was interrupted; the next start redid it, and was killed.
+    for step in (1, 2):
         log.write("eval", step)
     log.rewind(2)
     assert len(events_of(tmp_path)) == 2
@@ -198,7 +199,7 @@ def test_a_report_of_many_labels_lists_the_commonest_confusions(
     assert found == [("label_02", "label_00", "3", "75"), ("label_01", "label_30", "1", "25")]
     assert (tmp_path / "run/report/confusion_0.png").exists()
     shutil.rmtree(tmp_path / "run/report")
-    monkeypatch.setattr("accel_ft.reporting.report.DRAWN_AT_MOST", 30)  # its memory is C x C
+    monkeypatch.setattr("accel_ft.reporting.report.DRAWN_AT_MOST", 30)  # a C x C picture
     report.main([str(tmp_path / "run")])
     assert not (tmp_path / "run/report/confusion_0.png").exists()
     assert "commonest confusions" in (tmp_path / "run/report.html").read_text()
@@ -212,7 +213,7 @@ def test_curves_of_runs_that_measure_otherwise(tmp_path: Path) -> None:
         Record(name, {}, {}, [{"event": "eval", "step": 1, f"eval_{name}": 0.5}], {}, [])
         for name in ("mse", "accuracy")
     ]
-    runs[0].events.insert(0, {"event": "eval", "step": 0, "eval_mse": None})  # was no number
+    runs[0].events.insert(0, {"event": "eval", "step": 0, "eval_mse": None})  # NaN when logged
     drawn = figures.curves(runs)
     assert {"eval_mse", "eval_accuracy"} <= set(drawn)
 
@@ -263,7 +264,7 @@ def test_a_run_is_reproduced(
     with monkeypatch.context() as patch:
         patch.setattr("accel_ft.reporting.compare.table", lambda _: "\x1b[2Ja name of theirs")
         report.main(["--diff", str(tmp_path / "run"), str(tmp_path / "run_again")])
-    assert capsys.readouterr().out == "\\x1b[2Ja name of theirs\n"  # steers no terminal
+    assert capsys.readouterr().out == "\\x1b[2Ja name of theirs\n"  # escaped
     two = [str(tmp_path / "run"), str(tmp_path / "run_again")]
     with pytest.raises(SystemExit, match="2"):
         report.main(["--diff", *two, "--output", str(tmp_path / "report")])
@@ -332,7 +333,7 @@ def test_what_is_no_number_does_not_differ_from_itself() -> None:
 
     assert list(curves(record(float("nan")), record(float("nan")))) == []
     assert len(list(curves(record(float("nan")), record(1.0)))) == 1
-    assert len(list(curves(record(None), record(1.0)))) == 1  # as a file has it
+    assert len(list(curves(record(None), record(1.0)))) == 1  # how the log stores NaN
     assert len(list(curves(record(1.0), record(None)))) == 1
 
 
@@ -352,7 +353,7 @@ def test_a_last_value_that_one_run_lacks() -> None:
 def test_a_reproduction_says_where_it_differs_and_why(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_model: Path
 ) -> None:
-    """Of a run that was stopped, that logged now and then, and whose pretrained weights are others now."""
+    """The original run was stopped, logged every 4 updates only, and its pretrained weights have changed since."""
     encoder = tmp_path / "encoder"
     shutil.copytree(tiny_model, encoder)
     words += ["--model_name_or_path", str(encoder), "--logging_steps", "4"]
@@ -406,7 +407,7 @@ def test_the_receipt_and_what_differs_in_it(
 def test_what_was_another_at_an_earlier_start(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Receipt and settings are those of the last start; the curve is of all of them."""
+    """Receipt and config.yaml describe the last start, the curve all: earlier starts are compared, too."""
     from accel_ft.runtime import receipt
 
     words += ["--learning_rate", "2e-3"]
@@ -424,7 +425,7 @@ def test_what_was_another_at_an_earlier_start(
 
 
 def test_card_and_report_of_a_run_killed_before_them(words: list[str], tmp_path: Path) -> None:
-    """What the end still lacks is written by the next start, which trains nothing."""
+    """A resume of the finished run writes the missing files, and trains nothing."""
     words += ["--max_steps", "2", "--report_to", "html"]
     train.main(words)
     run = tmp_path / "run"
@@ -440,7 +441,7 @@ def test_card_and_report_of_a_run_killed_before_them(words: list[str], tmp_path:
 def test_files_of_a_run_are_read_as_they_are(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Texts hold any line break; what is cut short is left out, and told."""
+    """Texts may hold any Unicode line break; truncated predictions or mistakes are left out, with a message."""
     from accel_ft.reporting.record import read_record
 
     train.main([*words, "--max_steps", "1"])
@@ -463,7 +464,7 @@ def test_files_of_a_run_are_read_as_they_are(
 
 
 def test_the_pictures_of_somebody_elses_run_stay_in_it(words: list[str], tmp_path: Path) -> None:
-    """Metrics' names are those of files, and what lies there may be a link."""
+    """Metric names become file names, and existing pictures may be symlinks: nothing is written outside the run."""
     train.main([*words, "--max_steps", "2", "--eval_steps", "1"])
     run, mine = tmp_path / "run", tmp_path / "mine.png"
     mine.write_text("precious")
@@ -484,7 +485,7 @@ def test_the_pictures_of_somebody_elses_run_stay_in_it(words: list[str], tmp_pat
 
 
 def test_a_metric_that_is_no_number_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """What comes after it is still done: the push, and the comparison of `--reproduce`."""
+    """NaN is printed and raises no error: the push and the comparison of `--reproduce` come after it."""
     config = TrainConfig(problem_type="regression", push_to_hub=False)
     events = [{"event": "test", "test_rmse": None}, {"event": "end", "eval_rmse": 0.5}]
     train._say_and_push(config, events)

@@ -41,7 +41,7 @@ def end_of(run: Path) -> tuple[int, int]:
 def finished(
     tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, rows_file: Path, odd_file: Path
 ) -> Path:
-    """Two epochs of 47 rows in global batches of 8 (6 updates, the last with 7 rows), every update saved."""
+    """Two epochs of 47 rows in global batches of 8 (6 updates each, the last with 7 rows); every update is saved."""
     run = tmp_path_factory.mktemp("runs") / "uninterrupted"
     train.main(job_words(tiny_model, rows_file, odd_file, run))
     return run
@@ -58,7 +58,7 @@ def test_all_of_a_data_set_that_was_held_back(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Its only split is called train, but nobody trains on it here."""
+    """Its only split is called `train`: a part of it is measured by default, all of it if the split is named."""
     import datasets
 
     rows = datasets.Dataset.from_csv(str(rows_file), cache_dir=str(tmp_path / "cache"))
@@ -124,7 +124,7 @@ def test_what_a_run_leaves(finished: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_run_learns(tmp_path: Path, still_model: Path, rows_file: Path) -> None:
-    """On rows whose class a few words tell, the loss falls from ln(4) = 1.39 and the labels are learnt."""
+    """A few words tell the class: the loss starts at ln(4) = 1.39, and the labels are learnt."""
     words = job_words(still_model, rows_file, rows_file, tmp_path / "run")
     train.main(
         [*words, "--num_train_epochs", "40", "--learning_rate", "5e-3", "--save_steps", "1000"]
@@ -138,7 +138,7 @@ def test_a_run_learns(tmp_path: Path, still_model: Path, rows_file: Path) -> Non
 def test_an_update_is_the_mean_over_its_global_batch(
     tmp_path: Path, still_model: Path, rows_file: Path, odd_file: Path, weights: list[float] | None
 ) -> None:
-    """Loss and gradient norm of a full and of the short last batch, against plain PyTorch on the whole batch."""
+    """Loss and gradient norm of a full batch and of the short last one equal plain PyTorch's on the whole batch."""
     from transformers import AutoModelForSequenceClassification
 
     from accel_ft.data.loader import collate
@@ -175,7 +175,7 @@ def test_its_config_reproduces_the_run(finished: Path, tmp_path: Path) -> None:
 def test_a_resume_in_another_precision_is_refused(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher's flag is easily left out of a script."""
+    """Precision is a flag of the launcher, and easily forgotten at a resume."""
     run = shutil.copytree(finished, tmp_path / "run")
     cut_off(run, 10)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
@@ -194,7 +194,7 @@ def test_a_resume_in_another_precision_is_refused(
         AcceleratorState._reset_state()
         record = (run / "receipt.json").read_bytes()
         with pytest.raises(CheckpointError, match="'bf16' in the checkpoint, 'no' in this job"):
-            train.main(words)  # though no update is left: its record would be another's
+            train.main(words)  # even with no update left: the receipt would be wrong
         assert (run / "receipt.json").read_bytes() == record
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
         AcceleratorState._reset_state()
@@ -210,7 +210,7 @@ def test_a_resume_in_another_precision_is_refused(
 def test_a_lost_model_is_made_again(
     finished: Path, tmp_path: Path, gone: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Moved elsewhere, or a part of it: the model that the run ended with, and its measures."""
+    """model/ or one of its files is missing: a resume restores the final model and its metrics."""
     run = shutil.copytree(finished, tmp_path / "run")
     transaction.remove(run / "model" / gone)
     words = job_of(finished, run, *LATEST)
@@ -226,15 +226,15 @@ def test_a_lost_model_is_made_again(
 
 @pytest.mark.parametrize("step", range(13))
 def test_resume_is_bit_identical(finished: Path, tmp_path: Path, step: int) -> None:
-    """Killed after any update, the epoch's edge (6) and the last (12) among them: what is on disk then is the
-    checkpoints up to it and a log that may be ahead of them.
+    """Killed after any update, including the end of an epoch (6) and of the run (12): the disk holds the checkpoints
+    up to that update, and a log that may be ahead of them.
     """
     run = tmp_path / "run"
     shutil.copytree(finished, run, ignore=shutil.ignore_patterns("model"))
     for folder in (run / "checkpoints").iterdir():
         if int(folder.name[-8:]) > step:
             shutil.rmtree(folder)
-    last = 12 if step else 1  # whose checkpoint is being written
+    last = 12 if step else 1  # step 0: killed while the first checkpoint was written
     ahead = [e for e in events_of(finished) if e["event"] != "end" and e["step"] <= last]
     (run / "metrics.jsonl").write_text(
         "".join(json.dumps(e) + "\n" for e in ahead) + '{"event": "tra'
@@ -261,7 +261,7 @@ def test_a_finished_run_does_nothing(finished: Path, capsys: pytest.CaptureFixtu
 def test_a_finished_run_is_measured_on_other_rows(
     finished: Path, tmp_path: Path, rows_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What it prints of test rows is never of those it was given before."""
+    """With another test file, the end is repeated: the printed test metrics are those of the new rows."""
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     words = ["--config", str(run / "config.yaml"), "--output_dir", str(run)]
@@ -291,7 +291,7 @@ def evaluate_scores(run: Path, rows_file: Path) -> dict[str, float]:
 def test_a_kill_while_the_end_is_made_anew(
     finished: Path, tmp_path: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run is no finished one from then on; else its model would never come again."""
+    """Once model/ is removed, the run must not count as finished, or model/ would never be written again."""
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     words = job_of(finished, run, *LATEST, "--test_file", str(rows_file))
@@ -338,7 +338,7 @@ def test_other_parameters_cannot_be_allowed(
 def test_validation_rows_that_were_trained_on_are_told(
     finished: Path, tmp_path: Path, rows_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a file that has grown, other rows are cut off."""
+    """They are split off the training file: from one that has grown, other rows are split off."""
     rows, run = tmp_path / "rows.csv", tmp_path / "run"
     shutil.copy(rows_file, rows)
     words = job_of(finished, run, "--validation_file", "none", "--train_file", str(rows))
@@ -349,7 +349,7 @@ def test_validation_rows_that_were_trained_on_are_told(
         file.write("one row more,World\n")
     train.main([*words, "--max_steps", "4", *LATEST, "--allow_changed", "train_data"])
     assert "it may have trained on some" in capsys.readouterr().err
-    train.main([*words, "--max_steps", "5", *LATEST])  # and at every start since
+    train.main([*words, "--max_steps", "5", *LATEST])  # and at every later start
     assert "it may have trained on some" in capsys.readouterr().err
     evaluate.main(["--checkpoint", str(run), "--split", "validation"])
     assert "it may have trained on some" in capsys.readouterr().err
@@ -404,7 +404,7 @@ def test_latest_with_no_checkpoint_starts(
 def test_latest_of_a_start_that_went_on_from_elsewhere_does_not_begin_anew(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was killed before its first save: the same command with `latest` would train from update 0."""
+    """Resumed from another run's checkpoint and killed before its first save: `latest` must not start from update 0."""
     words = job_of(finished, tmp_path / "run")
     theirs = ["--resume_from_checkpoint", str(finished / "checkpoints/step_00000008")]
 
@@ -419,7 +419,7 @@ def test_latest_of_a_start_that_went_on_from_elsewhere_does_not_begin_anew(
         train.main([*words, *LATEST])
     other = [*words, "--learning_rate", "0.01"]
     with pytest.raises(CheckpointError, match="run: belongs to another job(.|\n)*learning_rate: 0"):
-        train.main([*other, *theirs])  # its log would be of both
+        train.main([*other, *theirs])  # the log would mix two jobs
     train.main([*words, *theirs])
     assert run_hash(tmp_path / "run")["optimizer"] == run_hash(finished)["optimizer"]
 
@@ -428,8 +428,8 @@ def test_latest_of_a_start_that_went_on_from_elsewhere_does_not_begin_anew(
 def test_latest_where_the_checkpoints_were_taken_away(
     last: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By a purge, or their disk is not mounted: the record of the run is not written over. It had none
-    if its first one is there, and was not published when the machine went down.
+    """By a purge, or because their disk is not mounted: the run's log is not overwritten. If its first checkpoint was
+    never published, because the machine went down, the run starts from the beginning.
     """
     run = shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("model"))
     shutil.rmtree(run / "checkpoints")
@@ -445,7 +445,7 @@ def test_latest_where_the_checkpoints_were_taken_away(
         train.main([*words, "--max_steps", "2"])
         assert "starting from the beginning" in capsys.readouterr().err
         return
-    (run / "checkpoints/.staging-removed-step_00000001").mkdir(parents=True)  # was pruned
+    (run / "checkpoints/.staging-removed-step_00000001").mkdir(parents=True)  # left by pruning
     with pytest.raises(
         CheckpointError, match=f"reached update {first}, but its checkpoints are gone.*not mounted"
     ):
@@ -477,7 +477,7 @@ def test_a_finished_run_goes_on_when_given_more_epochs(finished: Path, tmp_path:
 def test_a_run_that_goes_on_has_no_final_model(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else predictions would come from the model of its earlier end until it ends again."""
+    """model/ of its earlier end is removed: until it ends again, predictions come from the newest checkpoint."""
     from accel_ft.checkpoint.open import model_folder
     from accel_ft.engine import loop
 
@@ -500,7 +500,7 @@ def test_a_folder_with_a_run_is_not_overwritten(finished: Path) -> None:
 
 
 def test_a_finished_model_is_not_replaced(finished: Path, tmp_path: Path) -> None:
-    """Though checkpoints and log were removed, to save room."""
+    """Even if its checkpoints and log were removed to save space."""
     run = tmp_path / "run"
     shutil.copytree(finished, run, ignore=shutil.ignore_patterns("checkpoints", "metrics.jsonl"))
     before = run_files(run)
@@ -510,14 +510,15 @@ def test_a_finished_model_is_not_replaced(finished: Path, tmp_path: Path) -> Non
 
 
 def test_a_finished_run_is_not_taken_for_another(finished: Path) -> None:
-    """Changed settings on a finished folder are told, not passed over with the old result."""
+    """Changed settings on a finished folder are an error: the old result is not passed off as theirs."""
     words = ["--config", str(finished / "config.yaml"), "--resume_from_checkpoint", "latest"]
     with pytest.raises(
         CheckpointError, match="learning_rate: 0.001 in the checkpoint, 0.01 in this job"
     ):
         train.main([*words, "--learning_rate", "0.01"])
     with pytest.raises(CheckpointError, match="global_batch_size: 8 in the checkpoint, 16 in this"):
-        train.main([*words, "--global_batch_size", "16"])  # so fewer updates
+        # Fewer updates than are done; the message names the setting that changed.
+        train.main([*words, "--global_batch_size", "16"])
 
 
 def test_going_back_does_not_orphan_later_checkpoints(finished: Path, tmp_path: Path) -> None:
@@ -538,7 +539,7 @@ def test_going_back_does_not_orphan_later_checkpoints(finished: Path, tmp_path: 
 def test_a_copy_beside_the_others_is_no_checkpoint_of_the_run(
     finished: Path, tmp_path: Path
 ) -> None:
-    """A resume from it saves what it has loaded: a signal says that this is saved."""
+    """A resume from it saves at once what it has loaded: on a signal, the run takes that update as saved."""
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     cut_off(run, 8)
@@ -553,7 +554,7 @@ def test_a_copy_beside_the_others_is_no_checkpoint_of_the_run(
 
 
 def test_damaged_ones_do_not_outlive_the_sound(finished: Path, tmp_path: Path) -> None:
-    """11 and 12 damaged, resumed at 10, pruned to two: what is left is what this run saved."""
+    """11 and 12 are damaged, it resumes from 10 and keeps two checkpoints: those that this start has saved."""
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     (run / "metrics.jsonl").unlink()
@@ -643,7 +644,7 @@ def test_a_file_of_the_users_is_not_replaced(finished: Path, tmp_path: Path, nam
 def test_damaged_checkpoint(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`latest` passes a damaged one over and still ends with the same bits; a named one is refused."""
+    """`latest` skips a damaged checkpoint, and the run still ends bit-identical; one that is named is refused."""
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     (run / "metrics.jsonl").unlink()
@@ -665,7 +666,7 @@ def test_damaged_checkpoint(
 def test_best_model_is_kept_and_taken(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Evaluated each update and pruned to two, the best checkpoint survives and becomes the model."""
+    """Evaluated after each update, with save_total_limit 2, the best checkpoint survives and becomes the model."""
     run = tmp_path / "run"
     words = job_of(finished, run, "--learning_rate", "0.02")
     train.main([
@@ -709,7 +710,7 @@ def test_a_run_whose_best_checkpoint_is_damaged_ends_with_the_last_model_if_told
 
 
 def test_what_is_sick_from_the_beginning(finished: Path, tmp_path: Path, tiny_model: Path) -> None:
-    """Before the first update no rate is to blame."""
+    """Before the first update no learning rate is to blame: the message blames the pretrained weights."""
     sick = shutil.copytree(tiny_model, tmp_path / "model")
     weights = load_file(sick / "model.safetensors")
     save_file(
@@ -723,7 +724,7 @@ def test_what_is_sick_from_the_beginning(finished: Path, tmp_path: Path, tiny_mo
 
 
 def test_what_a_run_tells_of_itself(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """At its start what is trained; in a log file, which has no bar to look at, each train event."""
+    """At its start, what is trained; in a log file, which has no progress bar, a line for each train event."""
     train.main([*words, "--max_steps", "3", "--logging_steps", "2"])
     told = capsys.readouterr().err
     assert re.search(
@@ -740,7 +741,7 @@ def test_what_a_run_tells_of_itself(words: list[str], capsys: pytest.CaptureFixt
 def test_fewer_rows_than_a_global_batch(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The rest of it, which is not there, is not waited for in empty micro-batches."""
+    """No empty micro-batches stand in for the missing rows."""
     train.main([*words, "--max_steps", "1", "--global_batch_size", "1000000"])
     told = capsys.readouterr().err
     (rows,) = re.findall(
@@ -755,7 +756,7 @@ def test_fewer_rows_than_a_global_batch(
 def test_the_command_that_is_told_works(
     is_active: bool, words: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of an environment that is not active, by its path."""
+    """If the environment is not active, the printed command has the path of its Python."""
     folder = Path(sys.executable).parent
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin" if is_active else "/usr/bin")
     monkeypatch.chdir(folder.parent)
@@ -776,7 +777,7 @@ def test_divergence_never_replaces_the_sound_checkpoints(finished: Path, tmp_pat
 
 
 def test_an_exports_card_names_the_package(finished: Path, tmp_path: Path) -> None:
-    """Of a folder, whose name says nothing elsewhere, it does not."""
+    """It does not name a folder, whose path says nothing elsewhere."""
     for name, told in (("package://weights/model", True), (str(tmp_path / "model"), False)):
         run = shutil.copytree(finished, tmp_path / f"run_{told}")
         settings = yaml.safe_load((run / "config.yaml").read_text())
@@ -787,7 +788,7 @@ def test_an_exports_card_names_the_package(finished: Path, tmp_path: Path) -> No
 
 
 def test_the_card_of_a_model_that_has_left_its_run(finished: Path, tmp_path: Path) -> None:
-    """What config.json knows of it: without, other labels come out of the card's own lines."""
+    """config.json gives the length and the pairs for its example code, which would otherwise predict other labels."""
     shutil.copytree(finished / "model", tmp_path / "model")
     config = json.loads((tmp_path / "model/config.json").read_text())
     for pairs in (False, True):
@@ -822,7 +823,7 @@ def test_evaluate_gives_the_runs_own_figures(
 
 
 def test_predict_reads_as_it_writes(finished: Path, tmp_path: Path) -> None:
-    """Its memory is that of a few thousand rows, of however many; each stage passes them on."""
+    """However many rows there are, memory holds a few thousand: each chunk is passed on before the next is read."""
     from accel_ft.config import PredictConfig
     from accel_ft.runtime.launch import make_accelerator
 
@@ -862,7 +863,7 @@ def test_predict_keeps_order_and_ids(
     model = tmp_path / "model"
     shutil.copytree(finished / "model", model)
     weights = load_file(model / "model.safetensors")
-    weights["classifier.weight"] *= 1000  # else its answers to all rows are nearly the same
+    weights["classifier.weight"] *= 1000  # otherwise all scores are nearly the same
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     classifier = pipeline("text-classification", model=str(model))
     answers = classifier([record["text"] for record in records])
@@ -921,7 +922,8 @@ def test_predict_keeps_order_and_ids(
 
     lines = "\n".join(json.dumps({"text": record["text"]}) for record in records)
     StandardInput.buffer = io.BufferedReader(io.BytesIO(b"\xef\xbb\xbf \n" + lines.encode()))
-    predict.main(["--checkpoint", str(model), "--input", "-"])  # JSON, for all its beginning
+    # JSON, despite the byte order mark and the blank line.
+    predict.main(["--checkpoint", str(model), "--input", "-"])
     assert [json.loads(line)["label"] for line in capsys.readouterr().out.splitlines()] == expected
 
     predict.main(["--checkpoint", str(model), "--text", records[0]["text"]])
