@@ -44,17 +44,17 @@ def test_a_rank_holds_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def no_locks(*_: object, **__: object) -> None:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(search, "FileLock", no_locks)  # a file system without
+    monkeypatch.setattr(search, "FileLock", no_locks)  # a file system without locks
     assert not search._is_locked(tmp_path)
 
 
 def test_search(tiny_model: Path, rows_file: Path, odd_file: Path, tmp_path: Path) -> None:
-    """Trials run, bad ones are stopped, the study goes on where it was, and ends in a job."""
+    """Trials run, the study continues where it was, and its best.yaml is a job that trains."""
     pytest.importorskip("optuna")
     words = job_words(tiny_model, rows_file, odd_file, tmp_path / "run")
     settings = dict(zip((w.removeprefix("--") for w in words[::2]), words[1::2], strict=True))
     settings |= {"eval_steps": 3, "save_total_limit": None, "save_steps": 100}
-    settings["push_to_hub"] = True  # of the best one, later: no trial asks for the Hub
+    settings["push_to_hub"] = True  # for the best job, later: no trial pushes
     settings = {k: int(v) if str(v).isdigit() else v for k, v in settings.items()} | {
         "learning_rate": 1e-3
     }
@@ -78,7 +78,7 @@ def test_search(tiny_model: Path, rows_file: Path, odd_file: Path, tmp_path: Pat
     assert best["learning_rate"] in (1e-9, 5e-3)
     assert best["output_dir"] == str(tmp_path / "search/best")
     assert best["train_file"] == str(rows_file)
-    assert "[I " not in done.stderr  # Optuna's own words
+    assert "[I " not in done.stderr  # Optuna's log
     assert done.stdout.count(": begins, see ") == 2  # the first one is remembered
     assert len(study_in(tmp_path / "search").trials) == 3
     assert best["push_to_hub"] is True
@@ -160,7 +160,7 @@ if "FAILS_AT_ITS_END" in os.environ:
 
 @pytest.fixture
 def search_of_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Search over stand-ins for runs, whose accuracy is their learning rate, and falls."""
+    """Search over stand-ins for runs: their accuracy is their learning rate, and falls with each evaluation."""
     pytest.importorskip("optuna")
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     (tmp_path / "job.yaml").write_text("seed: 1\n")
@@ -184,13 +184,13 @@ def search_of_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def stand_ins(folder: Path) -> list[int]:
-    """Return the processes that train there still."""
-    found = psutil.process_iter(["pid", "cmdline"])  # of one that ended, no words
+    """Return the ids of the stand-ins that still run."""
+    found = psutil.process_iter(["pid", "cmdline"])  # cmdline is None once it has ended
     return [p.pid for p in found if str(folder / "stand_in.py") in (p.info["cmdline"] or [])]
 
 
 def signal_when_begun(folder: Path, num_trials: int, number: int = signal.SIGTERM) -> None:
-    """Send this process a signal once so many trials train."""
+    """Send this process a signal once `num_trials` trials have begun."""
 
     def wait() -> None:
         while len(list(folder.glob("search/trial_*/metrics.jsonl"))) < num_trials:
@@ -205,14 +205,14 @@ def test_a_search_that_goes_on_tries_other_settings(search_of_stand_ins) -> None
     search_of_stand_ins(space, "--num_trials", "2")
     study = search_of_stand_ins(space, "--num_trials", "4")
     assert len({trial.params["learning_rate"] for trial in study.trials}) == 4
-    value = study.best_params["learning_rate"] - 8 / 1000  # of its end, not of its best evaluation
+    value = study.best_params["learning_rate"] - 8 / 1000  # at its end, not at its best evaluation
     assert study.best_value == pytest.approx(value)
 
 
 def test_each_combination_of_lists_is_tried_once(
     search_of_stand_ins, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A job that is trained again only ends as it did; one that failed may have been mended."""
+    """The same settings would give the same result again; those that failed are retried, as the fault may be fixed."""
     space = "learning_rate: [0.6, 0.7]\nweight_decay: [0.1, 0.2]\n"
     monkeypatch.setenv("FAILS", "1")
     with pytest.raises(ConfigError, match="no trial finished, 1 failed"):
@@ -229,7 +229,7 @@ def test_each_combination_of_lists_is_tried_once(
 def test_a_combination_that_cannot_run_is_tried_once(
     search_of_stand_ins, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a start; it took all turns that were left."""
+    """Once per start: it used to be retried until no trials were left."""
     space = "learning_rate: [0.6, 0.7, 0.8]\n"
     monkeypatch.setenv("FAILS_AT", "0.8")
     study = search_of_stand_ins(space, "--num_trials", "9")
@@ -255,7 +255,7 @@ def test_a_search_that_is_stopped_leaves_the_best_job_so_far(
 def test_a_search_that_ended_before_its_first_trial_had_no_metric(
     search_of_stand_ins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next start would have gone on with its direction, and taken the worst."""
+    """A study without trials is created anew: its default direction would make the next start take the worst."""
     with monkeypatch.context() as patch:
         patch.setattr(search, "sha256", lambda _: (_ for _ in ()).throw(OSError("full")))
         (tmp_path / "rows.csv").write_text("text,label\na,b\n")
@@ -279,7 +279,7 @@ def test_what_the_launcher_takes_by_itself_is_compared(
     space = "learning_rate: [0.8, 0.9]\n"
     (tmp_path / "job.yaml").write_text("gradient_accumulation_steps: 2\n")
     search_of_stand_ins(space, "--num_trials", "1")
-    default.write_text("mixed_precision: no\n")  # as it is without
+    default.write_text("mixed_precision: no\n")  # the value without a file
     search_of_stand_ins(space, "--num_trials", "1")
     default.write_text("mixed_precision: bf16\n")
     with pytest.raises(ConfigError, match="mixed_precision of accelerate.s YAML=bf16: was no in"):
@@ -302,7 +302,7 @@ def test_a_search_stops_what_is_worse_than_the_median(search_of_stand_ins) -> No
     study = search_of_stand_ins(space, "--num_trials", "12")
     found = [(trial.params["learning_rate"], trial.state.name) for trial in study.trials]
     assert len(found) == 12
-    assert {state for _, state in found[:5]} == {"COMPLETE"}  # the first ones are the measure
+    assert {state for _, state in found[:5]} == {"COMPLETE"}  # the first ones set the median
     assert {rate for rate, _ in found[:5]} == {0.1, 0.9}
     assert set(found[5:]) == {(0.1, "PRUNED"), (0.9, "COMPLETE")}
     search_of_stand_ins(space, "--num_trials", "12")
@@ -326,13 +326,14 @@ def test_a_search_of_another_job(search_of_stand_ins, tmp_path: Path) -> None:
         "weight_decay: {low: 0, high: 1}\nlearning_rate: [0.9]\nfreeze: [null]\nlora_r: [4]\n"
         "per_device_train_batch_size: {low: 8, high: 64}\nclass_weights: [[1, 2.5, 1, 1]]\nlora_target_modules: [[]]\n"
     )
-    (tmp_path / "job.yaml").write_text("seed: 1\nfreeze: encoder\n")  # not with lora_r, but varied
+    # `freeze` excludes lora_r, but the space sets it anew.
+    (tmp_path / "job.yaml").write_text("seed: 1\nfreeze: encoder\n")
     study = search_of_stand_ins(space, "--num_trials", "1")
     found = study.trials[0].params
     for job in (tmp_path / "search/best.yaml", *tmp_path.glob("search/trial_*/job.yaml")):
         settings = checked(TrainConfig, read_settings(job))
         assert (settings.class_weights, settings.lora_target_modules) == ((1.0, 2.5, 1.0, 1.0), ())
-    assert 0 < found["weight_decay"] < 1  # numbers of the key's kind
+    assert 0 < found["weight_decay"] < 1  # of the key's type
     assert isinstance(found["per_device_train_batch_size"], int)
     (tmp_path / "job.yaml").write_text("seed: 1\nfreeze: encoder\nddp_timeout: 9\n")
     wider = space.replace("high: 1}", "high: 2}")
@@ -347,7 +348,7 @@ def test_a_search_of_another_job(search_of_stand_ins, tmp_path: Path) -> None:
     rows.write_text("text,label\na,b\n")
     search_of_stand_ins("learning_rate: [0.9]\n", "--num_trials", "1", folder=other)
     rows.write_text("text,label\na,c\n")
-    with pytest.raises(ConfigError, match="SHA-256 of train_file=.*: was"):  # they do not compare
+    with pytest.raises(ConfigError, match="SHA-256 of train_file=.*: was"):  # not comparable
         search_of_stand_ins("learning_rate: [0.9]\n", "--num_trials", "1", folder=other)
     rows.write_text("text,label\na,b\n")
     (tmp_path / "strategy.yaml").write_text("mixed_precision: bf16\n")
@@ -359,7 +360,7 @@ def test_a_search_of_another_job(search_of_stand_ins, tmp_path: Path) -> None:
 def test_the_best_job_is_the_one_that_ran(
     search_of_stand_ins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A job file that is edited meanwhile; a key that goes from the job into the space."""
+    """The job file is edited meanwhile: trials and best.yaml keep what was read. A key may not move into the space."""
     job, folder = tmp_path / "job.yaml", tmp_path / "search?a=1"
     job.write_text("seed: 1\nweight_decay: 0.3\n")
     begin = subprocess.Popen
@@ -382,7 +383,7 @@ def test_the_best_job_is_the_one_that_ran(
 
 
 def test_a_job_that_resumes(search_of_stand_ins, tmp_path: Path) -> None:
-    """`latest` is each trial's own; a checkpoint would be the found job's alone."""
+    """`latest` is accepted: each trial resumes in its own folder. A checkpoint is refused, as a trial is a new run."""
     (tmp_path / "job.yaml").write_text("resume_from_checkpoint: latest\n")
     search_of_stand_ins("learning_rate: [0.1]\n", "--num_trials", "1")
     (tmp_path / "job.yaml").write_text(f"resume_from_checkpoint: {tmp_path}\n")
@@ -412,7 +413,7 @@ def test_trials_of_the_same_settings_have_their_folders(
 def test_a_search_that_is_stopped_takes_its_trials_up_again(
     search_of_stand_ins, tmp_path: Path, at_once: str, number: int
 ) -> None:
-    """As a scheduler, or a closed terminal, does it: no trial goes on alone, and none is lost."""
+    """By a scheduler, or a closed terminal: no trial runs on without the search, and the next start resumes them."""
     space, words = "learning_rate: {low: 0.1, high: 0.4}\n", ["--parallel_trials", at_once]
     signal_when_begun(tmp_path, int(at_once), number)
     with pytest.raises(Preempted, match="the same command continues the study"):
@@ -424,7 +425,7 @@ def test_a_search_that_is_stopped_takes_its_trials_up_again(
     assert len(begun) == int(at_once)
     assert len(ended) == 2
     assert set(begun) <= set(ended)
-    assert len(list(tmp_path.glob("search/trial_*"))) == 2  # they go on in their folders
+    assert len(list(tmp_path.glob("search/trial_*"))) == 2  # resumed in the same folders
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -442,7 +443,7 @@ def test_what_waits_to_be_taken_up_again_is_asked_for_first_and_once(
     assert asked.pop() is None
     found = [trial.params["learning_rate"] for trial in asked]
     assert (found[0], sorted(found)) == (0.3, list(rates))
-    monkeypatch.setattr(search, "GRID", 3)  # of more, Optuna chooses, as of ranges
+    monkeypatch.setattr(search, "GRID", 3)  # larger grids are left to Optuna, as ranges are
     assert search._Search.ask(told, study).params["learning_rate"] in rates
 
 
@@ -451,7 +452,7 @@ def test_what_waits_to_be_taken_up_again_is_asked_for_first_and_once(
 def test_a_search_that_is_stopped_waits_for_the_ranks(
     search_of_stand_ins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: str, rank: str
 ) -> None:
-    """The launcher of one rank ends at SIGTERM at once, and does not pass it on."""
+    """The launcher of a single rank ends at SIGTERM at once, and does not forward it to the rank."""
     monkeypatch.setenv("HAS_A_RANK", rank)
     signal_when_begun(tmp_path, int(at_once))
     words = ["--num_trials", at_once, "--parallel_trials", at_once]
@@ -478,7 +479,7 @@ search.main(sys.argv[1:])
 
 @pytest.mark.parametrize("at_once", ["1", "2"])
 def test_a_second_signal_ends_the_search_at_once(tmp_path: Path, at_once: str) -> None:
-    """Not one that came twice; and not before the trials' processes had theirs."""
+    """A signal that comes twice within a second, as from `timeout`, counts once: the search waits for its trials."""
     pytest.importorskip("optuna")
     (tmp_path / "job.yaml").write_text("seed: 1\n")
     (tmp_path / "space.yaml").write_text("learning_rate: [0.4, 0.5]\n")
@@ -529,14 +530,14 @@ def test_a_job_that_cannot_run_is_told_once(
 def test_a_trial_ends_when_its_rank_has(
     search_of_stand_ins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher of one rank ends at a signal; the rank still saves, on the same GPU."""
+    """The launcher of a single rank ends at a signal while the rank still saves, on the same GPU."""
     monkeypatch.setenv("LEAVES_ITS_RANK", "1")
     search_of_stand_ins("learning_rate: [0.9]\n", "--num_trials", "1")
     assert list(tmp_path.glob("search/trial_*/saved"))
 
 
 def test_a_trial_that_a_killed_search_left(search_of_stand_ins, tmp_path: Path) -> None:
-    """It holds its folder and ends well: waited for, and gone on with in its folder."""
+    """It still runs in its folder: the next start waits for it, then resumes it there."""
     space, folder = "learning_rate: {low: 0.6, high: 0.9}\n", tmp_path / "search/trial_0000"
     folder.mkdir(parents=True)
     study = study_in(tmp_path / "search")
@@ -544,7 +545,7 @@ def test_a_trial_that_a_killed_search_left(search_of_stand_ins, tmp_path: Path) 
     begun = study.ask()
     begun.suggest_float("learning_rate", 0.6, 0.9)
     with (tmp_path / "search/study.log").open("a") as file:
-        file.write('{"op_code":')  # a disk was full
+        file.write('{"op_code":')  # cut by a full disk
     lock = FileLock(folder / "ranks/lock", thread_local=False)
     lock.acquire()
     seen = []
@@ -559,7 +560,7 @@ def test_a_trial_that_a_killed_search_left(search_of_stand_ins, tmp_path: Path) 
 def test_a_trial_that_came_to_its_end_without_its_search_counts(
     search_of_stand_ins, tmp_path: Path
 ) -> None:
-    """Its evaluations, all read at once, begin below the median; it ended above all others."""
+    """Read all at once, its evaluations begin below the median, but its end is above all others: it is not pruned."""
     space, folder = "learning_rate: {low: 0.6, high: 0.7}\n", tmp_path / "search/trial_0005"
     study = search_of_stand_ins(space, "--num_trials", "5")
     begun = study.ask()
@@ -569,14 +570,14 @@ def test_a_trial_that_came_to_its_end_without_its_search_counts(
     events = [*steps, {"event": "end", "step": 8, "eval_accuracy": 0.95}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     stand_in = tmp_path / "stand_in.py"
-    stand_in.write_text("import time; time.sleep(1)")  # a run that has ended is left alone
+    stand_in.write_text("import time; time.sleep(1)")  # a finished run trains nothing
     study = search_of_stand_ins(space, "--num_trials", "6")
     assert states(study) == ["COMPLETE"] * 5 + ["FAIL", "COMPLETE"]
     assert study.best_value == 0.95
 
 
 def test_a_search_that_a_launcher_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its strategy would not be that of the trials."""
+    """That launcher's strategy would not be that of the trials."""
     for name in ("job", "space"):
         (tmp_path / f"{name}.yaml").write_text("seed: [1]\n" if name == "space" else "seed: 1\n")
     words = ["--job", str(tmp_path / "job.yaml"), "--space", str(tmp_path / "space.yaml")]
@@ -590,7 +591,7 @@ def test_a_search_that_a_launcher_started(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_trial_that_was_ended_while_it_was_asked_for_keeps_its_settings(
     search_of_stand_ins, tmp_path: Path
 ) -> None:
-    """Its parameters are suggested one after the other; of one taken up again all are known."""
+    """Its parameters are suggested one by one, so some may be missing; a resumed trial lists all of them at once."""
     (tmp_path / "search").mkdir()
     study = study_in(tmp_path / "search")
     study.set_user_attr("asked", {})
@@ -655,7 +656,7 @@ def test_a_metric_that_is_no_number_counts_as_a_failure(
 def test_a_fault_of_the_search_itself_is_told(
     search_of_stand_ins, monkeypatch: pytest.MonkeyPatch, at_once: str
 ) -> None:
-    """A full disk, say; of several trials at the same time, in the last one."""
+    """A full disk, for example; with parallel trials, in the last of them."""
     write = search.write_whole
 
     def is_full(path: Path, text: str | bytes) -> None:
@@ -715,26 +716,27 @@ def test_a_space_that_cannot_be(tmp_path: Path) -> None:
     assert "'low': '9e0', 'high': '8e0'}: is no range" in str(caught.value)
     assert "problem_type: trials could not be compared" in str(
         caught.value
-    )  # each has metrics of its own
+    )  # each problem type has its own metrics
     assert "max_eval_samples: trials could not be compared" in str(
         caught.value
-    )  # each would have its rows
-    assert "eval_steps: trials could not be compared" in str(caught.value)  # by number
+    )  # each trial would have other rows
+    # Trials are compared at their n-th evaluations.
+    assert "eval_steps: trials could not be compared" in str(caught.value)
     assert "lr: cannot be varied. Fix: learning_rate" in str(caught.value)
     assert "lora_alpha={'min': 1, 'max': 2}: is no range (" in str(caught.value)
     assert "num_train_epochs: has no effect beside max_steps" in str(caught.value)
-    assert "max_grad_norm" not in str(caught.value)  # though YAML takes 1e-3 for a text
+    assert "max_grad_norm" not in str(caught.value)  # though YAML reads 1e-3 as text
     assert "weight_decay={'low': 0, 'high': 0.1, 'log': True}: is no range" in str(caught.value)
     assert "'step': 1.9}: is no range (not whole numbers)" in str(caught.value)
     assert "early_stopping_threshold has no effect on training without" in str(caught.value)
-    assert "lora_dropout" not in str(caught.value)  # beside a lora_r that varies
+    assert "lora_dropout" not in str(caught.value)  # has an effect: lora_r varies
     (tmp_path / "space.yaml").write_text("- a\n")
     with pytest.raises(ConfigError, match="^space=.*space.yaml: must be a mapping"):
         search.main(words)
     config = SearchConfig(job=tmp_path / "job.yaml", space=tmp_path / "space.yaml")
     search._checked_ranges(
         config, {"max_steps": None}, {"num_train_epochs": [1, 2]}
-    )  # as a run has it
+    )  # null, as in a run's config.yaml
     (tmp_path / "job.yaml").write_text("sead: 1\n")
     (tmp_path / "space.yaml").write_text("seed: [1, 2]\n")
     with pytest.raises(ConfigError, match=r"sead \(.*job.yaml\): unknown key. Did you mean `seed`"):

@@ -1,4 +1,4 @@
-"""Model selection, imbalance and smoothing: each key does what it says, and goes on exactly after a resume."""
+"""Model selection, imbalance and smoothing: each key does what it says, and a resume continues exactly."""
 
 import csv
 import json
@@ -22,7 +22,7 @@ from accel_ft.model import load
 
 
 def test_early_stopping(words: list[str], tmp_path: Path) -> None:
-    """No loss falls by 100: the first evaluation counts, three that are not better enough end it."""
+    """No loss falls by 100: the first evaluation stays the best, and the third after it ends the run."""
     words += ["--eval_steps", "1", "--early_stopping_patience", "3"]
     words += ["--metric_for_best_model", "loss", "--early_stopping_threshold", "100"]
     train.main(words)
@@ -34,12 +34,12 @@ def test_early_stopping(words: list[str], tmp_path: Path) -> None:
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
     train.main(
         [*words, "--resume_from_checkpoint", "latest", "--early_stopping_patience", "5"]
-    )  # more patience goes on
+    )  # more patience: it continues
     assert events_of(tmp_path / "run")[-1]["step"] == 6
 
 
 def test_early_stopping_goes_on_after_a_resume(words: list[str], tmp_path: Path) -> None:
-    """The evaluations before a kill count, also those that no later checkpoint holds."""
+    """Evaluations before the kill count: the resumed run stops at the same update, with the same bits."""
     words += ["--learning_rate", "1e-30", "--eval_steps", "1", "--early_stopping_patience", "3"]
     words += ["--early_stopping_threshold", "0.01"]
     train.main(words)
@@ -53,7 +53,7 @@ def test_early_stopping_goes_on_after_a_resume(words: list[str], tmp_path: Path)
 def test_patience_counts_from_where_it_is_asked_for(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Evaluations made before do not end a run the moment it is asked to go on; its last updates are logged."""
+    """Earlier evaluations do not count, or it would end at once; its updates are logged despite logging_steps 50."""
     words += ["--learning_rate", "1e-30", "--eval_steps", "1"]
     with pytest.raises(RuntimeError, match="stopped"):
         stopped_at(4, words)
@@ -96,7 +96,7 @@ def test_the_label_that_decides_is_shown(
 def test_checkpoints_that_a_kill_has_left_are_pruned(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where no update is left, no save would do it."""
+    """If no update is left, there is no save to prune them."""
     words += ["--save_total_limit", "2", "--max_steps", "4"]
     with monkeypatch.context() as patch:
         patch.setattr("accel_ft.checkpoint.transaction.prune", lambda *_: None)
@@ -122,7 +122,7 @@ def killed() -> None:
 def test_the_other_end_of_a_metric_is_another_choice(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`greater_is_better` turned over at a resume: the best of before is the worst now."""
+    """`greater_is_better` is reversed at a resume: what was the best is now the worst."""
     words += ["--eval_steps", "1", "--load_best_model_at_end", "--metric_for_best_model", "loss"]
     with pytest.raises(RuntimeError):
         stopped_at(7, words)
@@ -143,7 +143,7 @@ def test_the_other_end_of_a_metric_is_another_choice(
 def test_a_finished_choice_is_measured_on_other_rows_and_not_made_anew(
     words: list[str], tmp_path: Path, rows_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The best model stays, as does where a run stopped; another metric has nothing left to choose from."""
+    """On other rows, the best model and the last update stay; no updates are left to choose by another metric."""
     words += ["--eval_steps", "1", "--load_best_model_at_end", "--learning_rate", "1e-2"]
     words += ["--early_stopping_patience", "3", "--metric_for_best_model", "accuracy"]
     train.main(words)
@@ -194,12 +194,12 @@ def test_a_key_that_changes_nothing_leaves_a_finished_run_alone(
 
 
 def test_the_best_model_of_one_label(words: list[str], tmp_path: Path, rows_file: Path) -> None:
-    """The label's own F1 decides; one that no row has is named before the training."""
+    """A label's own F1 decides; a label that no validation row has is refused before the training."""
     words += ["--load_best_model_at_end", "--eval_steps", "1", "--learning_rate", "5e-3"]
     words += ["--num_train_epochs", "8"]
 
     def scores(folder: Path) -> tuple[dict[str, dict[int, float]], int]:
-        """F1 by label and update, all labels' mean among them; and the update that was chosen."""
+        """Return the F1 by label (and `macro`, their mean) and update, and the update that was chosen."""
         events = events_of(folder)
         found = {e["step"]: e["eval_per_class"] for e in events if e["event"] == "eval"}
         f1 = {name: {at: each[name]["f1"] for at, each in found.items()} for name in WORDS}
@@ -227,7 +227,7 @@ def test_the_best_model_of_one_label(words: list[str], tmp_path: Path, rows_file
 
 @pytest.mark.parametrize("step", [3, 5, 11])
 def test_the_best_model_after_a_resume(step: int, words: list[str], tmp_path: Path) -> None:
-    """The same evaluation is the best, under the name that transformers gives the metric."""
+    """The same evaluation is the best. The metric may have the prefix that transformers gives it, `eval_`."""
     words += ["--load_best_model_at_end", "--eval_steps", "1", "--save_total_limit", "2"]
     words += ["--metric_for_best_model", "eval_f1_macro"]
     train.main(words)
@@ -263,7 +263,7 @@ def test_the_best_goes_along_to_another_folder(words: list[str], tmp_path: Path)
 def test_a_model_that_returns_no_numbers_is_never_the_best(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The largest of four NaN is the first label, whose share would be its accuracy."""
+    """The argmax of NaN is the first label: the share of its rows would pass for the accuracy."""
     words += ["--max_steps", "2", "--eval_steps", "1", "--learning_rate", "1e36"]
     words += ["--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", "1"]
     words += ["--metric_for_best_model", "accuracy", "--seed", "0"]
@@ -288,7 +288,7 @@ def test_a_model_that_returns_no_numbers_is_never_the_best(
 def test_rows_without_numbers_are_counted(
     words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of them is no sick model: its row is to be looked at."""
+    """A single one points to its row rather than to the model: the message tells how many there are."""
     measure = Run.measure
 
     def one_is_sick(*args: Any) -> Any:
@@ -304,7 +304,7 @@ def test_rows_without_numbers_are_counted(
 def test_a_damaged_best_checkpoint_is_told_at_the_resume(
     words: list[str], tmp_path: Path, odd_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Then what is best from there on is kept, and not lost to one that cannot be loaded."""
+    """The best of the later evaluations is then kept, instead of being compared with one that cannot be loaded."""
     words += ["--load_best_model_at_end", "--eval_steps", "2", "--save_steps", "3"]
     words += ["--metric_for_best_model", "loss", "--greater_is_better", "true"]
     words += ["--test_file", str(odd_file)]
@@ -323,7 +323,7 @@ def test_a_damaged_best_checkpoint_is_told_at_the_resume(
     events = events_of(tmp_path / "run")
     losses = {e["step"]: e["eval_loss"] for e in events if e["event"] == "eval" and e["step"] > 6}
     best = max(losses, key=losses.get)
-    assert best < 12  # else it would show nothing
+    assert best < 12  # otherwise this shows nothing
     assert [e["model_step"] for e in events if e["event"] in ("test", "end")] == [best, best]
     assert f"test after update {best} (epoch" in told
 
@@ -331,7 +331,7 @@ def test_a_damaged_best_checkpoint_is_told_at_the_resume(
 def test_a_best_checkpoint_that_is_kept_no_longer_is_told(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Who forgets load_best_model_at_end at a resume would find out when it is gone."""
+    """Forget load_best_model_at_end at a resume, and a warning comes before the checkpoint is gone."""
     words += ["--eval_steps", "2", "--save_steps", "2", "--metric_for_best_model", "loss"]
     words += ["--greater_is_better", "true", "--save_total_limit", "2"]
     with pytest.raises(RuntimeError):
@@ -340,7 +340,8 @@ def test_a_best_checkpoint_that_is_kept_no_longer_is_told(
     told = "the checkpoint of the best evaluation, of update 2, will be pruned like others"
     train.main([*words, "--load_best_model_at_end", "--max_steps", "8", *LATEST])
     assert told not in capsys.readouterr().err
-    words[words.index("--metric_for_best_model") :] = ["--save_total_limit", "2"]  # idle alone
+    # Without load_best_model_at_end, the keys of the metric have no effect.
+    words[words.index("--metric_for_best_model") :] = ["--save_total_limit", "2"]
     shutil.copytree(tmp_path / "run", tmp_path / "all")
     everything = ["--output_dir", str(tmp_path / "all"), "--save_total_limit", "none"]
     train.main([*words, "--max_steps", "10", *LATEST, *everything])
@@ -355,7 +356,7 @@ def test_a_best_checkpoint_that_is_kept_no_longer_is_told(
 def test_a_run_that_is_to_end_where_it_stands_is_evaluated_there(
     words: list[str], tmp_path: Path
 ) -> None:
-    """Its last update was to be followed by others, and was not evaluated; it may be the best."""
+    """max_steps is lowered to the last checkpoint's update: it was not evaluated yet, and may be the best."""
     words += ["--eval_steps", "3", "--save_steps", "1", "--load_best_model_at_end"]
     words += ["--metric_for_best_model", "loss"]
     with pytest.raises(RuntimeError):
@@ -365,8 +366,8 @@ def test_a_run_that_is_to_end_where_it_stands_is_evaluated_there(
     losses = {e["step"]: e["eval_loss"] for e in events if e["event"] == "eval"}
     assert list(losses) == [3, 5]
     best = min(losses, key=losses.__getitem__)
-    assert (events[-1]["model_step"], best) == (5, 5)  # else the rest would show nothing
-    shutil.rmtree(tmp_path / "run/model")  # no checkpoint tells of that evaluation
+    assert (events[-1]["model_step"], best) == (5, 5)  # otherwise the rest shows nothing
+    shutil.rmtree(tmp_path / "run/model")  # no checkpoint records that evaluation
     train.main([*words, "--max_steps", "5", *LATEST])
     events = events_of(tmp_path / "run")
     assert [e["step"] for e in events if e["event"] == "eval"] == [3, 5]
@@ -376,7 +377,7 @@ def test_a_run_that_is_to_end_where_it_stands_is_evaluated_there(
 def test_what_was_evaluated_elsewhere_is_not_evaluated_again(
     words: list[str], tmp_path: Path
 ) -> None:
-    """The log that tells of it is another run's; counted twice, an evaluation uses up patience."""
+    """The evaluation is only in the other folder's log. Evaluated again, it would use up patience."""
     words += ["--learning_rate", "1e-30", "--eval_steps", "6", "--early_stopping_patience", "2"]
     words += ["--early_stopping_threshold", "0.01"]
     train.main(words)
@@ -391,7 +392,7 @@ def test_what_was_evaluated_elsewhere_is_not_evaluated_again(
 def test_the_last_evaluation_is_made_up_for_by_another_rule(
     changed: str, words: list[str], tmp_path: Path, rows_file: Path
 ) -> None:
-    """A value of another metric, or of other rows, is none to compare the last one with."""
+    """Preempted before its last evaluation; then metric or rows change, or the best is lost: nothing is left to beat."""
     words += ["--eval_steps", "3", "--save_steps", "3", "--load_best_model_at_end"]
     words += ["--metric_for_best_model", "loss", "--greater_is_better", "true"]
     evaluate = Run.evaluate
@@ -418,7 +419,7 @@ def test_the_last_evaluation_is_made_up_for_by_another_rule(
 def test_a_best_model_that_is_lost_is_not_replaced_by_the_last(
     words: list[str], tmp_path: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither in the end of the training, nor where a finished run's end is to be made anew."""
+    """Neither at the end of the training, nor when the end of a finished run is repeated."""
     from accel_ft.engine import loop
 
     words += ["--eval_steps", "2", "--save_steps", "3", "--load_best_model_at_end"]
@@ -441,7 +442,7 @@ def test_a_best_model_that_is_lost_is_not_replaced_by_the_last(
     other = [*words, "--output_dir", str(tmp_path / "other")]
     train.main(other)
     assert events_of(tmp_path / "other")[-1]["model_step"] == 2
-    shutil.rmtree(tmp_path / "other/checkpoints/step_00000002")  # to save room
+    shutil.rmtree(tmp_path / "other/checkpoints/step_00000002")  # to save space
     model = tmp_path / "other/model/model.safetensors"
     before = model.read_bytes()
     with pytest.raises(CheckpointError, match=told):
@@ -471,7 +472,7 @@ def test_a_best_model_that_is_the_last_need_not_be_loaded(
 def test_the_best_of_before_a_rollback_is_still_there(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It goes further back than the newest best, to a checkpoint whose own best is older."""
+    """The rollback passes the newest best, to a checkpoint whose own best is older and must not have been pruned."""
     from accel_ft.engine import loop
 
     words += ["--load_best_model_at_end", "--metric_for_best_model", "loss", "--eval_steps", "2"]
@@ -481,7 +482,7 @@ def test_the_best_of_before_a_rollback_is_still_there(
 
     def measured(run: Run, *args: object, **about: int):
         scores, logits = measure(run, *args, **about)
-        return scores | {"loss": losses.pop(run.step, 4.0)}, logits  # then the worst
+        return scores | {"loss": losses.pop(run.step, 4.0)}, logits  # then worse than all
 
     def spoilt(model, batch):
         logits = forward(model, batch)
@@ -520,7 +521,7 @@ def rare_file(tmp_path: Path) -> Path:
 
 
 def test_oversampling(tiny_model: Path, rare_file: Path, odd_file: Path, tmp_path: Path) -> None:
-    """Both labels come equally often, all rows come, the rare ones four or five times."""
+    """Both labels occur equally often; every row occurs, the rare ones four or five times."""
     config = TrainConfig(train_file=rare_file, validation_file=rare_file, max_seq_length=32)
     split = load_splits(config, load.load_tokenizer(str(tiny_model))).train
     plain = split.fingerprint()
@@ -549,7 +550,7 @@ def test_a_label_much_rarer_than_others_makes_a_long_epoch(
 
 
 def test_the_copies_are_not_those_of_the_first_rows(tmp_path: Path, tiny_model: Path) -> None:
-    """Of 30 rows each is there once, of 20 ten are twice: which, has nothing to do with the file's order."""
+    """Of 30 rows each occurs once, of 20 ten occur twice: which ones does not depend on the file's order."""
     path = tmp_path / "sorted.csv"
     rows = [["goal", "Sports"]] * 30 + [["bank", "Business"]] * 20
     with path.open("w", newline="") as file:

@@ -1,4 +1,4 @@
-"""Trackers, read back; the Hub, as its cache lies on a disk and as a stand-in that keeps what is sent."""
+"""Trackers, read back; the Hub, as a local cache and as a stand-in server that keeps what is sent."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from accel_ft.runtime.trackers import Trackers
 
 
 def test_tensorboard_reads_what_was_logged(words: list[str], tmp_path: Path) -> None:
-    """Also after a resume: what comes again takes the place of what was written before."""
+    """Also after a resume: values that are logged again replace the earlier ones."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -65,7 +65,7 @@ def test_trackio_reads_what_was_logged(
 
 
 def test_a_new_start_in_the_same_folder_is_another_run(tmp_path: Path) -> None:
-    """The service would go on with the old one, and drop the steps that it knows."""
+    """Otherwise the service would continue the old run, and drop the steps that it has already."""
     from types import SimpleNamespace
 
     from accel_ft.config import TrainConfig
@@ -124,7 +124,7 @@ def test_a_tracker_that_fails_ends_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Nor does it keep the events from those after it."""
+    """Nor does it keep events from the trackers that come after it."""
     from accelerate.tracking import TensorBoardTracker
 
     heard: list[int] = []
@@ -152,7 +152,7 @@ def test_a_tracker_that_fails_ends_nothing(
 
 
 def test_a_model_of_the_hub(words: list[str], tmp_path: Path, tiny_model: Path) -> None:
-    """From the Hub's cache, as it lies there after a download."""
+    """From the Hub's local cache, as a download leaves it."""
     from huggingface_hub import constants
 
     commit, place = "0123456789" * 4, Path(constants.HF_HUB_CACHE) / "models--some--model"
@@ -178,7 +178,7 @@ class Hub:
         self.files: dict[str, bytes] = {}
         self.repos: list[dict] = []
         self.refuses = False
-        self.of_write = 200  # the answer to whether it may be written to
+        self.of_write = 200  # status of a check for write access
         self.private = True
         hub = self
 
@@ -269,7 +269,7 @@ def hub(monkeypatch: pytest.MonkeyPatch):
 def test_push_to_hub(
     words: list[str], tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The whole model goes up, with a card that has the results; from the end of a run and from export."""
+    """The whole model is pushed, with a card that holds the results, at the end of a run and by `export`."""
     from huggingface_hub import ModelCard
 
     from accel_ft import export
@@ -305,7 +305,7 @@ def test_push_to_hub(
     assert exported.data.eval_results == card.data.eval_results
     assert {result.dataset_split for result in exported.data.eval_results} == {"test"}
     for text in (card.content, exported.content):
-        assert str(tmp_path) not in text  # where this machine has its files is nobody's business
+        assert str(tmp_path) not in text  # no local paths
         assert 'pipeline("text-classification", model="me/x", truncation=True' in text
 
 
@@ -317,13 +317,13 @@ def test_a_card_pushed_later_names_its_repository(
     train.main([*words, *push])
     assert 'pipeline("text-classification", model="me/x"' in hub.files["README.md"].decode()
     card = tmp_path / "run/model/README.md"
-    card.write_text("# Mine")  # a user's own goes up as it is
+    card.write_text("# Mine")  # a user's own card is pushed as it is
     train.main([*words, *push])
     assert hub.files["README.md"] == b"# Mine"
     hub.files.clear()
     model = card.parent
     (model / "onnx").mkdir()
-    (model / "onnx" / "id_rsa").symlink_to(__file__)  # the run may be somebody else's
+    (model / "onnx" / "id_rsa").symlink_to(__file__)  # somebody else's run may hold such links
     with pytest.raises(ConfigError, match="model/onnx/id_rsa: is a link to .*Fix: remove it"):
         train.main([*words, *push])
     model.rename(tmp_path / "mine")
@@ -339,7 +339,7 @@ def test_no_repository_is_made_for_what_is_not_there(tmp_path: Path, hub: Hub) -
     words = ["--checkpoint", str(tmp_path / "typo"), "--output", str(tmp_path / "out")]
     with pytest.raises(ConfigError, match="hub_model_id=me/x: has no effect without push_to_hub"):
         export.main([*words, "--hub_model_id", "me/x"])
-    with pytest.raises(ConfigError, match="hub_model_id="):  # an empty variable of a shell
+    with pytest.raises(ConfigError, match="hub_model_id="):  # as from an empty shell variable
         export.main([*words, "--push_to_hub", "--hub_model_id", ""])
     with pytest.raises(ConfigError, match="there is no such folder"):
         export.main([*words, "--push_to_hub", "--hub_model_id", "me/x"])
@@ -360,7 +360,7 @@ def test_a_hub_that_is_away_is_no_matter_of_tokens() -> None:
 def test_a_hub_that_refuses_is_met_before_the_training(
     is_there: bool, words: list[str], tmp_path: Path, hub: Hub
 ) -> None:
-    """Also where the repository is there, and may be read."""
+    """Also if the repository exists, and may be read."""
     hub.refuses, hub.of_write = not is_there, 403
     with pytest.raises(
         ConfigError, match="hub_model_id=me/x: the Hub refuses: .*403.*Fix: `hf auth login`"
@@ -377,6 +377,6 @@ def test_what_is_to_be_private_is_not_pushed_to_what_is_public(
     with pytest.raises(ConfigError, match="hub_private_repo: me/x exists already, and is public"):
         train.main([*push, "--hub_private_repo"])
     assert not (tmp_path / "run/checkpoints").exists()
-    hub.of_write = 404  # of a mirror that does not know the question
+    hub.of_write = 404  # a mirror without this check
     require_repo("me/x", private=False)
     assert not {"private", "visibility"} & hub.repos[-1].keys()  # the account's default counts
