@@ -840,7 +840,7 @@ def test_a_model_too_large_to_be_measured(
 def test_a_head_keeps_its_labels(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A classifier is trained further: it keeps the order of its labels if they are the rows', or gets the rows' labels."""
+    """A classifier is trained further: it keeps its order of the labels if the rows have the same, or gets theirs."""
     from transformers import AutoModelForSequenceClassification
 
     train.main([*words, "--max_steps", "1"])

@@ -1,4 +1,4 @@
-"""Several labels, numbers and pairs of texts: trained, measured, predicted, resumed."""
+"""Multi-label classification, regression and pairs of texts: trained, measured, predicted, resumed."""
 
 import csv
 import json
@@ -36,7 +36,7 @@ LEARNING = [
 
 
 def several(path: Path, count: int, seed: int) -> Path:
-    """Texts with words of 0 to 3 classes, and the list of these."""
+    """Write texts with words of 0 to 3 classes, labelled with these classes."""
     rng = random.Random(seed)
     rows = []
     for number in range(count):
@@ -57,7 +57,7 @@ def several(path: Path, count: int, seed: int) -> Path:
 
 
 def numbers(path: Path, count: int, seed: int) -> Path:
-    """Texts, and a number that one word decides."""
+    """Write texts with words of one class, labelled with a number that stands for the class."""
     rng = random.Random(seed)
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -70,7 +70,7 @@ def numbers(path: Path, count: int, seed: int) -> Path:
 
 
 def pairs(path: Path, count: int, seed: int) -> Path:
-    """Two texts on two topics; the label is that of the second."""
+    """Write pairs of texts on two topics, labelled with the topic of the second."""
     rng = random.Random(seed)
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -148,7 +148,7 @@ def test_several_labels(
 
     pipe = pipeline("text-classification", model=str(tmp_path / "run/model"), top_k=None)
     theirs = {each["label"]: each["score"] for each in pipe(texts[0])[0]}
-    assert theirs == pytest.approx(found[0]["scores"], abs=1e-4)  # it takes the sigmoid, too
+    assert theirs == pytest.approx(found[0]["scores"], abs=1e-4)  # it applies the sigmoid, too
     page = (tmp_path / "run/report.html").read_text()
     assert "reliability diagram" in page
     assert "confusion matrix" not in page
@@ -162,7 +162,7 @@ def test_several_labels(
 def test_the_best_of_several_labels_is_the_one_that_is_delivered(
     tmp_path: Path, still_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its labels count from tuned thresholds, not from a half, as those of a checkpoint do."""
+    """The best is chosen with tuned thresholds; a checkpoint that is evaluated directly has thresholds of 0.5."""
     rows, held_out = (several(tmp_path / f"{n}.jsonl", 24, n) for n in range(2))
     words = job(still_model, rows, held_out, tmp_path / "run", "--load_best_model_at_end")
     words += ["--problem_type", "multi_label_classification", "--eval_steps", "2", "--seed", "1"]
@@ -195,7 +195,7 @@ def test_the_best_of_several_labels_is_the_one_that_is_delivered(
 
 
 def test_thresholds() -> None:
-    """Separable at 0.2: everything above counts; ties are not parted; an absent label stays at 0.5."""
+    """a is separable at 0.2; b is absent and stays at 0.5; c has ties, which a threshold cannot split."""
     chances = np.array([[0.1, 0.9, 0.6], [0.15, 0.9, 0.6], [0.25, 0.1, 0.6], [0.3, 0.2, 0.1]])
     logits = np.log(chances / (1 - chances))
     labels = np.array([[0, 0, 1], [0, 0, 0], [1, 0, 1], [1, 0, 0]], np.float32)
@@ -214,7 +214,7 @@ def test_thresholds() -> None:
 
 
 def test_losses_are_those_of_transformers(tiny_model: Path) -> None:
-    """Sum over the rows, each weighed; their mean is what the model's own loss would be."""
+    """`weighted_loss` is a sum over the rows: divided by their number, it is the model's own loss."""
     from transformers import AutoModelForSequenceClassification
 
     ids = torch.tensor([[2, 5, 6, 3], [2, 7, 8, 3]])
@@ -263,7 +263,7 @@ def test_several_labels_resume(tmp_path: Path, tiny_model: Path) -> None:
 
 
 def test_a_list_that_pandas_wrote_as_text(tmp_path: Path, tiny_model: Path) -> None:
-    """It would become labels made of brackets."""
+    """Its brackets would become part of the labels."""
     bad = tmp_path / "bad.csv"
     bad.write_text(
         "text,label\na,\"['World', 'Sports']\"\nb,\"['World']\"\nc,[]\nd,\"[0, 2]\"\ne,\"('x', 'y')\"\n"
@@ -284,7 +284,7 @@ def test_a_row_of_zeros_and_ones(tmp_path: Path, tiny_model: Path) -> None:
 def test_thresholds_of_another_job(
     tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A classifier of other labels is trained on: its thresholds are not those of the new ones."""
+    """A classifier with tuned thresholds is trained further: checkpoints of the new run do not inherit them."""
     from accel_ft.checkpoint.open import open_classifier
 
     rows = several(tmp_path / "train.jsonl", 40, 0)
@@ -350,7 +350,7 @@ def test_regression(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixt
         [text, "in a the to for treaty minister border"]
     )
     assert found[0].keys() == {"score"}
-    assert found[0]["score"] > found[1]["score"] + 0.7  # 1.5 and -1.5, were each word well known
+    assert found[0]["score"] > found[1]["score"] + 0.7  # 1.5 and -1.5 if fully learnt
     predict.main(["--checkpoint", str(tmp_path / "run"), "--text", text])
     assert json.loads(capsys.readouterr().out)["score"] == pytest.approx(
         found[0]["score"], abs=1e-5
@@ -424,7 +424,7 @@ def test_keys_that_are_for_classes_only(tmp_path: Path) -> None:
 
 
 def test_pairs(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Only token types and places tell which text is the second one."""
+    """Only token types and positions tell which text is the second one."""
     rows, held_out = pairs(tmp_path / "train.csv", 200, 0), pairs(tmp_path / "test.csv", 40, 1)
     columns = ["--text_column", "first", "--text_pair_column", "second"]
     words = job(
@@ -458,10 +458,10 @@ def test_pairs(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[s
         predict.main(["--checkpoint", str(tmp_path / "alone"), "--text", "goal striker medal"])
     measured = ["--checkpoint", str(tmp_path / "alone"), "--test_file", str(held_out), *columns]
     with pytest.raises(ConfigError, match="alone: was trained on pairs of texts. Fix: two texts"):
-        evaluate.main(measured[:-2])  # it would be measured on halves
+        evaluate.main(measured[:-2])  # would read the first texts only
     capsys.readouterr()
     evaluate.main([*measured, "--output", "-"])
-    assert json.loads(capsys.readouterr().out)["accuracy"] == test["test_accuracy"]  # once
+    assert json.loads(capsys.readouterr().out)["accuracy"] == test["test_accuracy"]  # printed once
     predict.main(
         [
             "--checkpoint",

@@ -1,4 +1,4 @@
-"""What is trained: frozen encoders, layer-wise rates, gradient checkpointing, adapters."""
+"""What is trained: frozen encoders, layer-wise learning rates, gradient checkpointing, adapters."""
 
 import json
 import shutil
@@ -49,7 +49,7 @@ def plain(model: Path) -> torch.nn.Module:
 
 
 def test_layerwise_learning_rates(tiny_model: Path) -> None:
-    """Two layers: the head at the full rate, the upper layer at a half, the embeddings at an eighth."""
+    """With two layers: the head at the full rate, the upper layer at a half, the embeddings at an eighth."""
     model = plain(tiny_model)
     optimizer = make_optimizer(model, 1.0, 0.01, 0.5)
     rate_of = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
@@ -59,12 +59,12 @@ def test_layerwise_learning_rates(tiny_model: Path) -> None:
     assert rates["bert.encoder.layer.0.attention.self.query.bias"] == 0.25
     assert rates["bert.embeddings.word_embeddings.weight"] == 0.125
     assert len(rates) == sum(len(group["params"]) for group in optimizer.param_groups)
-    assert optimizer.param_groups[0]["lr"] == 1.0  # the one that is logged
+    assert optimizer.param_groups[0]["lr"] == 1.0  # this rate is logged
     assert set(layer_depths(torch.nn.Linear(2, 2)).values()) == {0}
 
 
 def test_layerwise_rates_of_an_encoder_and_a_decoder_of_other_heights() -> None:
-    """distilbart's: the decoder's one layer is as near to the head as the encoder's last."""
+    """As in distilbart: the decoder's single layer is as near to the head as the encoder's last one."""
     from transformers import AutoModelForSequenceClassification
 
     config = architectures()["bart"]
@@ -80,11 +80,11 @@ def test_layerwise_rates_of_an_encoder_and_a_decoder_of_other_heights() -> None:
     assert depths["model.shared.weight"] == 5
     towers = torch.nn.ModuleDict({"chars": torch.nn.ModuleList([torch.nn.Linear(2, 2)])})
     towers["layers"] = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
-    assert layer_depths(towers)["chars.0.weight"] == 3  # CANINE's, below the others
+    assert layer_depths(towers)["chars.0.weight"] == 3  # as in CANINE, below the others
 
 
 def test_gradient_checkpointing_changes_no_number(words: list[str], tmp_path: Path) -> None:
-    """Dropout draws the same mask again in the backward pass."""
+    """The backward pass draws the same dropout masks again."""
     train.main(words)
     train.main([*words, "--gradient_checkpointing", "--output_dir", str(tmp_path / "again")])
     assert run_hash(tmp_path / "run") == run_hash(tmp_path / "again")
@@ -140,7 +140,8 @@ def test_adapters(adapted: Path, tiny_model: Path) -> None:
     texts = ["goal striker league", "shares profit bank", "orbit chip"]
     scores = load_classifier(run, all_scores=True).predict(texts)
     assert load_classifier(run / "model", all_scores=True).predict(texts) == scores
-    again = load_classifier(checkpoint, all_scores=True).predict(texts)  # merged here: to rounding
+    # Merged on loading, so equal only up to rounding.
+    again = load_classifier(checkpoint, all_scores=True).predict(texts)
     for mine, other in zip(again, scores, strict=True):
         assert mine["scores"] == pytest.approx(other["scores"], rel=1e-6)
 
@@ -162,7 +163,7 @@ def test_adapters_of_another_base_do_not_go_on(
     another = f"{base}: the adapters were trained on other weights: model.safetensors was"
     with pytest.raises(CheckpointError, match=another):
         load_classifier(checkpoint)
-    torch.save(weights, base / "pytorch_model.bin")  # under another name
+    torch.save(weights, base / "pytorch_model.bin")  # the right weights, under another file name
     (base / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="model.safetensors was .*, is not there..."):
         load_classifier(checkpoint)
@@ -174,7 +175,7 @@ def test_adapters_of_another_base_do_not_go_on(
 def test_a_base_that_is_not_here(
     words: list[str], tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Named as it was from the folder that the run was started in, it would be looked for on the Hub."""
+    """A relative path that does not exist in the current folder would be looked for on the Hub."""
     shutil.copytree(tiny_model, tmp_path / "my/base")
     monkeypatch.chdir(tmp_path)
     train.main([*words, *LORA, "--model_name_or_path", "my/base", "--max_steps", "1"])
@@ -183,7 +184,7 @@ def test_a_base_that_is_not_here(
     told = "base_model_name_or_path=my/base: the adapters' pretrained model cannot be loaded. Fix: start"
     with pytest.raises(ConfigError, match=told):
         load_classifier(max((tmp_path / "run/checkpoints").iterdir()))
-    base = tmp_path / "my/base"  # by its whole path, and gone
+    base = tmp_path / "my/base"  # an absolute path, deleted later
     words += [*LORA, "--model_name_or_path", str(base), "--output_dir", str(tmp_path / "whole")]
     train.main([*words, "--max_steps", "1"])
     shutil.rmtree(base)
@@ -196,7 +197,7 @@ def test_a_base_that_is_not_here(
 def test_a_base_that_changes_beside_the_run(
     words: list[str], tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Merged into another one, the adapters are a model that nobody measured."""
+    """Its weights change before the adapters are merged into them: nobody has evaluated such a model."""
     base, merged = shutil.copytree(tiny_model, tmp_path / "base"), adapters.merged
     weights = load_file(base / "model.safetensors")
 
@@ -217,7 +218,7 @@ def test_a_base_that_changes_beside_the_run(
 
 
 def architectures() -> dict[str, Any]:
-    """Small models of several kinds, whose pretrained part has no head."""
+    """Return configs of small models of several architectures."""
     from transformers import (
         BartConfig,
         BertConfig,
@@ -251,17 +252,17 @@ def architectures() -> dict[str, Any]:
         "roberta": RobertaConfig(**small, **sizes),
         "deberta": DebertaV2Config(**small, **sizes),
         "modernbert": ModernBertConfig(**small, **sizes),
-        "mra": MraConfig(**small, **sizes),  # which saves a buffer
+        "mra": MraConfig(**small, **sizes),  # saves a buffer, too
         "distilbert": DistilBertConfig(**small, dim=16, hidden_dim=32, n_layers=2, n_heads=2),
         "gpt2": GPT2Config(**small, n_embd=16, n_layer=2, n_head=2),
-        "bart": BartConfig(**small, **of_bart),  # its word embedding goes by three names
-        # Experts, of which peft adapts the parameters; a router that is a linear layer.
+        "bart": BartConfig(**small, **of_bart),  # its word embedding has three names
+        # The experts are parameters, which peft adapts directly; the router is a linear layer.
         "qwen3_next": Qwen3NextConfig(
             **small, **sizes, **of_experts, linear_key_head_dim=8, linear_value_head_dim=8,
             linear_num_key_heads=2, linear_num_value_heads=2, layer_types=["full_attention"] * 2,
         ),
         "phimoe": PhimoeConfig(**small, **sizes, **of_experts, num_local_experts=2),
-        # Its linear layers hold one weight in several places.
+        # Several of its linear layers share one weight.
         "zamba2": Zamba2Config(
             **small, **sizes | {"num_hidden_layers": 4}, use_mem_rope=False, num_mem_blocks=1,
             layers_block_type=["mamba", "hybrid"] * 2, mamba_headdim=8, n_mamba_heads=4,
@@ -276,7 +277,7 @@ def test_a_model_that_reads_padding_is_told(
     kind: str, words: list[str], tmp_path: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """FNet has no mask; the others but BERT heed theirs in some layers only."""
+    """FNet takes no attention mask; the others, except BERT, apply theirs in some layers only."""
     import transformers
 
     sizes = dict.fromkeys(("hidden_size", "embedding_size", "intermediate_size"), 16)
@@ -302,7 +303,7 @@ KINDS = [
 def test_what_is_drawn_is_trained_and_saved(
     kind: str, targets: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Heads come in many shapes; nothing of them may be frozen at random, or drawn again."""
+    """Whatever the head's layers: no parameter drawn at random may be frozen, or drawn again on loading."""
     from transformers import AutoModel
     from transformers.utils import logging
 
@@ -341,11 +342,11 @@ def test_what_is_drawn_is_trained_and_saved(
     monkeypatch.setattr(
         load, "load_for_training", lambda *a: shown.append(logging.get_verbosity()) or loading(*a)
     )
-    torch.manual_seed(1)  # what is drawn now must not matter
+    torch.manual_seed(1)  # other random values must not matter
     again = adapters.merged(config, adapters.peft_config(model).to_dict(), weights).eval()
     torch.testing.assert_close(again(**inputs).logits, expected, rtol=1e-4, atol=1e-5)
     shown.append(logging.get_verbosity())
-    assert shown == [logging.WARNING, logging.ERROR, logging.WARNING]  # of the head
+    assert shown == [logging.WARNING, logging.ERROR, logging.WARNING]  # no warning of a new head
     if kind != "gpt2":
         name = next(name for name in weights if "lora_" in name)
         with pytest.raises(CheckpointError, match="adapters do not fit"):
@@ -364,7 +365,7 @@ def test_adapters_resume_bit_for_bit(adapted: Path, words: list[str], tmp_path: 
 
 
 def test_the_layers_with_adapters_are_written_in_one_order(adapted: Path) -> None:
-    """peft keeps them as a set: the same job's checkpoints had other bytes each time."""
+    """peft keeps them in a set: unsorted, the same job would write other bytes each time."""
     about = adapted / "checkpoints/step_00000012/adapter_config.json"
     names = json.loads(about.read_text())["target_modules"]
     assert names == sorted(names)
@@ -385,7 +386,7 @@ def test_adapters_are_exported(adapted: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["bart", "deberta", "bert"])
 def test_a_head_that_is_there_is_trained_whole(kind: str, tmp_path: Path) -> None:
-    """That of an earlier job, whatever it is called."""
+    """It comes from an earlier job, and may have any name."""
     from transformers import AutoModelForSequenceClassification
 
     config = architectures()[kind]
@@ -403,7 +404,7 @@ def test_a_head_that_is_there_is_trained_whole(kind: str, tmp_path: Path) -> Non
 
 
 def test_layers_that_have_one_weight_in_common(tmp_path: Path) -> None:
-    """Each would get adapters of its own, and all would be added to the one weight."""
+    """Each layer would get its own adapters, and all of them would be added to the one weight."""
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_config(architectures()["zamba2"])
@@ -413,7 +414,7 @@ def test_layers_that_have_one_weight_in_common(tmp_path: Path) -> None:
 
 
 def test_an_encoder_that_holds_its_head(tiny_model: Path) -> None:
-    """Perceiver's: frozen, it leaves nothing to train, where the optimizer would fail."""
+    """As in Perceiver: if it is frozen, no parameter is left to train, and the optimizer would fail."""
     config = load.load_model_config(str(tiny_model), num_labels=3)
     model, _ = load.load_for_training(str(tiny_model), config, None)
     model.classifier.requires_grad_(False)
@@ -422,7 +423,7 @@ def test_an_encoder_that_holds_its_head(tiny_model: Path) -> None:
 
 
 def test_layers_that_are_not_there(words: list[str]) -> None:
-    for names in ("quary", "value,quary"):  # peft is content if one of them is there
+    for names in ("quary", "value,quary"):  # peft accepts a list if one of them exists
         with pytest.raises(
             ConfigError,
             match="lora_target_modules=quary: .*Did you mean `query`.* Allowed: .*dense, key, query, value",
@@ -431,7 +432,7 @@ def test_layers_that_are_not_there(words: list[str]) -> None:
     with pytest.raises(ConfigError, match="^lora_target_modules=self: .*not supported") as fault:
         train.main(
             [*words, *LORA, "--lora_target_modules", "self"]
-        )  # peft shows it, in seven lines
+        )  # peft's message has seven lines
     assert "\n" not in str(fault.value)
     for names in ("query,classifier", "classifier"):
         with pytest.raises(ConfigError, match="_modules=classifier: the head is trained in full. "):
@@ -441,7 +442,7 @@ def test_layers_that_are_not_there(words: list[str]) -> None:
 
 
 def test_keys_reach_what_they_are_for(words: list[str], tmp_path: Path) -> None:
-    """The loss, the optimizer, of which the full rate is logged, and peft."""
+    """Each setting changes the losses. With layer-wise decay, the logged rate is still the full one."""
     words += ["--max_steps", "4"]
     losses, rates = [], {}
     for name, more in {
