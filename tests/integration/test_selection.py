@@ -392,7 +392,7 @@ def test_what_was_evaluated_elsewhere_is_not_evaluated_again(
 def test_the_last_evaluation_is_made_up_for_by_another_rule(
     changed: str, words: list[str], tmp_path: Path, rows_file: Path
 ) -> None:
-    """Preempted before its last evaluation; then metric or rows change, or the best is lost: nothing is left to beat."""
+    """Preempted before its last evaluation; then metric or rows change, or the best is lost: none is left to beat."""
     words += ["--eval_steps", "3", "--save_steps", "3", "--load_best_model_at_end"]
     words += ["--metric_for_best_model", "loss", "--greater_is_better", "true"]
     evaluate = Run.evaluate
