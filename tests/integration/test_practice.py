@@ -48,7 +48,7 @@ def test_rank_0_says_what_is_opened(
             command.main(["--checkpoint", str(tiny_model), *words])
 
 
-def test_a_model_folder_that_is_no_runs(words: list[str], tmp_path: Path, tiny_model: Path) -> None:
+def test_a_users_model_folder_is_kept(words: list[str], tmp_path: Path, tiny_model: Path) -> None:
     shutil.copytree(tiny_model, tmp_path / "run/model")
     (tmp_path / "run/model/NOTES.txt").write_text("mine")
     with pytest.raises(ConfigError, match="holds a `model` but no receipt.json"):
@@ -380,7 +380,7 @@ def test_evaluate_reads_the_rows_it_measures_alone(
     assert set(read) == {test}
 
 
-def test_a_model_that_does_not_say_what_its_labels_are(
+def test_a_multi_label_model_without_problem_type(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Many older multi-label models have no problem_type in their config: --problem_type gives it."""

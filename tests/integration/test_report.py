@@ -404,7 +404,7 @@ def test_the_receipt_and_what_differs_in_it(
     assert len(one.receipt["pretrained"]["model.safetensors"]) == 64
 
 
-def test_what_was_another_at_an_earlier_start(
+def test_differences_at_an_earlier_start(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Receipt and config.yaml describe the last start, the curve all: earlier starts are compared, too."""

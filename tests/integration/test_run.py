@@ -82,7 +82,7 @@ def test_mistakes_are_rows_of_the_test_file(finished: Path, odd_file: Path) -> N
         assert rows[each["row"]]["label"] == each["label"]
 
 
-def test_rows_of_any_length_by_key(finished: Path, tmp_path: Path) -> None:
+def test_random_sampling_changes_the_order(finished: Path, tmp_path: Path) -> None:
     job = job_of(finished, tmp_path / "run")
     train.main([*job, "--train_sampling_strategy", "random", "--max_steps", "1"])
     one, other = (read_receipt(folder) for folder in (finished, tmp_path / "run"))
@@ -453,7 +453,7 @@ def test_latest_where_the_checkpoints_were_taken_away(
     assert (run / "metrics.jsonl").read_text() == written
 
 
-def test_a_checkpoint_of_before_it_told_of_its_evaluation(finished: Path, tmp_path: Path) -> None:
+def test_an_older_checkpoint_has_no_evaluated_step(finished: Path, tmp_path: Path) -> None:
     told = state.read_trainer_state(finished / "checkpoints/step_00000012")
     assert told["evaluated_step"] == 12
     del told["evaluated_step"]
@@ -709,7 +709,7 @@ def test_a_run_whose_best_checkpoint_is_damaged_ends_with_the_last_model_if_told
     assert end_of(run) == (12, 12)
 
 
-def test_what_is_sick_from_the_beginning(finished: Path, tmp_path: Path, tiny_model: Path) -> None:
+def test_pretrained_weights_that_overflow(finished: Path, tmp_path: Path, tiny_model: Path) -> None:
     """Before the first update no learning rate is to blame: the message blames the pretrained weights."""
     sick = shutil.copytree(tiny_model, tmp_path / "model")
     weights = load_file(sick / "model.safetensors")

@@ -269,7 +269,7 @@ def test_a_search_that_ended_before_its_first_trial_had_no_metric(
     assert study.best_params == {"learning_rate": 0.8}
 
 
-def test_what_the_launcher_takes_by_itself_is_compared(
+def test_accelerates_default_config_is_compared(
     search_of_stand_ins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from accelerate.commands.config import config_args
@@ -312,7 +312,7 @@ def test_a_search_stops_what_is_worse_than_the_median(search_of_stand_ins) -> No
             search_of_stand_ins(other, "--num_trials", "13")
 
 
-def test_an_evaluation_that_is_no_number_is_worse_than_none(
+def test_an_evaluation_that_is_nan_prunes_nothing(
     search_of_stand_ins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     search_of_stand_ins("learning_rate: {low: 0.6, high: 0.7}\n", "--num_trials", "5")
