@@ -141,7 +141,7 @@ def test_a_model_that_left_its_run_is_measured_as_in_it(
 def test_rows_that_change_beside_a_run(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
-    """Changed while it trains: no mistakes.jsonl, which would quote other texts. After it: `evaluate` warns that
+    """Changed during the training: no mistakes.jsonl, which would quote other texts. Afterwards: `evaluate` warns that
     the rows may have been trained on. Other validation rows at a resume: the best evaluation no longer counts.
     """
     from accel_ft.engine import loop
@@ -278,8 +278,8 @@ def test_a_disk_that_is_full_when_a_line_or_the_card_is_written(
 def test_ctrl_c_with_nothing_to_save_can_be_caught(
     where: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a notebook, which survives Ctrl-C: the same settings then train. Code that catches any exception of other
-    people's files does not catch this one.
+    """As in a notebook, which survives Ctrl-C: the same settings then train. Code that catches all exceptions from
+    other people's files must not swallow it.
     """  # fmt: skip
     import os
     import signal
@@ -880,7 +880,7 @@ def test_an_export_that_could_not_take_its_name(
 
 
 def test_an_export_among_checkpoints(words: list[str], tmp_path: Path) -> None:
-    """Inside a checkpoint it would make that one damaged; beside the checkpoints it would be the newest."""
+    """Inside a checkpoint it would make that one damaged; beside the checkpoints it would pass for the newest."""
     train.main([*words, "--max_steps", "1"])
     checkpoint = tmp_path / "run/checkpoints/step_00000001"
     for output in (checkpoint / "hf", checkpoint / "a/b", checkpoint.with_name("step_00000009")):

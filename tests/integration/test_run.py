@@ -31,7 +31,7 @@ from accel_ft.settings import parse, read_receipt
 
 
 def end_of(run: Path) -> tuple[int, int]:
-    """The last update of a run that ended, and the update whose weights are in model/."""
+    """Return the last update of a finished run, and the update that model/ holds."""
     end = events_of(run)[-1]
     assert end["event"] == "end"
     return end["step"], end["model_step"]
@@ -338,7 +338,7 @@ def test_other_parameters_cannot_be_allowed(
 def test_validation_rows_that_were_trained_on_are_told(
     finished: Path, tmp_path: Path, rows_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They are split off the training file: from one that has grown, other rows are split off."""
+    """They are split off the training file: once that has grown, other rows are split off, and a warning follows."""
     rows, run = tmp_path / "rows.csv", tmp_path / "run"
     shutil.copy(rows_file, rows)
     words = job_of(finished, run, "--validation_file", "none", "--train_file", str(rows))
@@ -539,7 +539,7 @@ def test_going_back_does_not_orphan_later_checkpoints(finished: Path, tmp_path: 
 def test_a_copy_beside_the_others_is_no_checkpoint_of_the_run(
     finished: Path, tmp_path: Path
 ) -> None:
-    """A resume from it saves at once what it has loaded: on a signal, the run takes that update as saved."""
+    """A resume from the copy saves a real checkpoint at once: if a signal comes, that update counts as saved."""
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     cut_off(run, 8)
@@ -554,7 +554,7 @@ def test_a_copy_beside_the_others_is_no_checkpoint_of_the_run(
 
 
 def test_damaged_ones_do_not_outlive_the_sound(finished: Path, tmp_path: Path) -> None:
-    """11 and 12 are damaged, it resumes from 10 and keeps two checkpoints: those that this start has saved."""
+    """Checkpoints 11 and 12 are damaged: the run resumes from 10, and keeps the two that it has saved itself."""
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     (run / "metrics.jsonl").unlink()
@@ -644,7 +644,7 @@ def test_a_file_of_the_users_is_not_replaced(finished: Path, tmp_path: Path, nam
 def test_damaged_checkpoint(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`latest` skips a damaged checkpoint, and the run still ends bit-identical; one that is named is refused."""
+    """`latest` skips a damaged checkpoint, and the run still ends bit-identical; given by its path, it is refused."""
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     (run / "metrics.jsonl").unlink()
@@ -724,7 +724,7 @@ def test_pretrained_weights_that_overflow(finished: Path, tmp_path: Path, tiny_m
 
 
 def test_what_a_run_tells_of_itself(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """At its start, what is trained; in a log file, which has no progress bar, a line for each train event."""
+    """The first lines tell what is trained; a log file, which has no progress bar, gets a line for each train event."""
     train.main([*words, "--max_steps", "3", "--logging_steps", "2"])
     told = capsys.readouterr().err
     assert re.search(
@@ -777,7 +777,7 @@ def test_divergence_never_replaces_the_sound_checkpoints(finished: Path, tmp_pat
 
 
 def test_an_exports_card_names_the_package(finished: Path, tmp_path: Path) -> None:
-    """It does not name a folder, whose path says nothing elsewhere."""
+    """A folder is not named, as its path means nothing on another machine."""
     for name, told in (("package://weights/model", True), (str(tmp_path / "model"), False)):
         run = shutil.copytree(finished, tmp_path / f"run_{told}")
         settings = yaml.safe_load((run / "config.yaml").read_text())

@@ -537,7 +537,7 @@ def test_a_trial_ends_when_its_rank_has(
 
 
 def test_a_trial_that_a_killed_search_left(search_of_stand_ins, tmp_path: Path) -> None:
-    """It still runs in its folder: the next start waits for it, then resumes it there."""
+    """A trial that still runs holds its folder: the next start waits for it, then resumes it there."""
     space, folder = "learning_rate: {low: 0.6, high: 0.9}\n", tmp_path / "search/trial_0000"
     folder.mkdir(parents=True)
     study = study_in(tmp_path / "search")
@@ -560,7 +560,7 @@ def test_a_trial_that_a_killed_search_left(search_of_stand_ins, tmp_path: Path) 
 def test_a_trial_that_came_to_its_end_without_its_search_counts(
     search_of_stand_ins, tmp_path: Path
 ) -> None:
-    """Read all at once, its evaluations begin below the median, but its end is above all others: it is not pruned."""
+    """Its evaluations, read all at once, are below the median, but its final value is the highest: it is not pruned."""
     space, folder = "learning_rate: {low: 0.6, high: 0.7}\n", tmp_path / "search/trial_0005"
     study = search_of_stand_ins(space, "--num_trials", "5")
     begun = study.ask()

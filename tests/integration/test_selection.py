@@ -288,7 +288,7 @@ def test_a_model_that_returns_no_numbers_is_never_the_best(
 def test_rows_without_numbers_are_counted(
     words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A single one points to its row rather than to the model: the message tells how many there are."""
+    """A single bad row points to the data rather than to the model: the message gives their number."""
     measure = Run.measure
 
     def one_is_sick(*args: Any) -> Any:
@@ -304,7 +304,7 @@ def test_rows_without_numbers_are_counted(
 def test_a_damaged_best_checkpoint_is_told_at_the_resume(
     words: list[str], tmp_path: Path, odd_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The best of the later evaluations is then kept, instead of being compared with one that cannot be loaded."""
+    """Then the best of the later evaluations is kept, rather than a checkpoint that cannot be loaded."""
     words += ["--load_best_model_at_end", "--eval_steps", "2", "--save_steps", "3"]
     words += ["--metric_for_best_model", "loss", "--greater_is_better", "true"]
     words += ["--test_file", str(odd_file)]

@@ -386,7 +386,7 @@ def test_adapters_are_exported(adapted: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["bart", "deberta", "bert"])
 def test_a_head_that_is_there_is_trained_whole(kind: str, tmp_path: Path) -> None:
-    """It comes from an earlier job, and may have any name."""
+    """A head from an earlier job may have any name."""
     from transformers import AutoModelForSequenceClassification
 
     config = architectures()[kind]
