@@ -298,8 +298,8 @@ def test_accelerates_default_config_is_compared(
 
 
 def test_a_search_stops_what_is_worse_than_the_median(search_of_stand_ins) -> None:
-    space = "learning_rate: [0.1, 0.9]\nseed: [1, 2, 3, 4, 5, 6]\n"
-    study = search_of_stand_ins(space, "--num_trials", "12")
+    space = "learning_rate: [0.1, 0.9]\nseed: [1, 2, 3, 4, 5, 6, 7]\n"
+    study = search_of_stand_ins(space, "--num_trials", "12")  # of 14 combinations
     found = [(trial.params["learning_rate"], trial.state.name) for trial in study.trials]
     assert len(found) == 12
     assert {state for _, state in found[:5]} == {"COMPLETE"}  # the first ones set the median

@@ -191,5 +191,4 @@ def test_the_worst_micro_batch_is_measured_whole(
     accelerator: Any = SimpleNamespace(device=cpu, autocast=nullcontext)
     with mock.patch.object(layers, "pack", side_effect=AssertionError):
         need = measured_need(accelerator, model.train(), split, Padding(tokenizer, 64, cpu))
-    assert need.fixed >= 0
     assert need.per_row > 0

@@ -558,4 +558,4 @@ def test_the_hub_out_of_reach_names_the_quickstart() -> None:
         ConfigError,
         match="HF_HUB_OFFLINE is set.* folder, or --train_file. (.|\n)*examples/quickstart.yaml",
     ):
-        hub_sources("fancyzhx/ag_news", "label")
+        hub_sources(DataConfig(), "fancyzhx/ag_news")
