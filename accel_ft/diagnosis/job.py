@@ -212,8 +212,8 @@ def _disk(run: Run, config: TrainConfig) -> Finding:
     """Check the disk space for the checkpoints of the whole job, not of the probe."""
     per_epoch = math.ceil(_num_rows(run, config) / run.plan.global_batch_size)
     checkpoints = config.output_dir / "checkpoints"  # may be a link to another disk
-    saves_first = config.on_nonfinite == "rollback"
     there, left = len(list_published(checkpoints)), range(1, config.updates(per_epoch) + 1)
+    saves_first = config.on_nonfinite == "rollback" and not there
     wanted = checkpoint_bytes(run, config, left, per_epoch, there, saves_first)
     return machine.disk(checkpoints, wanted)
 
