@@ -264,7 +264,13 @@ def _read_rows(
     config: PredictConfig, name: str
 ) -> Iterator[tuple[tuple[str, Any, Text], str | None]]:
     """Yield rows as `open_rows` does, each with its fault, or None."""
-    from accel_ft.data.sources import check_columns, read_records, read_text, used_columns
+    from accel_ft.data.sources import (
+        check_columns,
+        read_records,
+        read_text,
+        used_columns,
+        whose_columns,
+    )
 
     path, kind = str(config.input), str(config.input_format)
     if path == "-" and sys.stdin is None:
@@ -278,7 +284,7 @@ def _read_rows(
         if isinstance(record, str):
             yield (kind_of_place, int(number), ""), f"{place}: {record}"
             continue
-        check_columns(f"{name}, {place}", record, config)
+        check_columns(whose_columns(name, place, kind), record, config)
         text, fault = read_text(record, config.text_column, config.text_pair_column)
         row: tuple[str, Any, Text] = (kind_of_place, int(number), text)
         id_column = config.id_column or ("id" if "id" in record else None)

@@ -92,12 +92,13 @@ class Source:
     def _judged(self, config: DataConfig) -> Iterator[tuple[Row, str | None]]:
         """Yield each row with its fault, or None."""
         columns_checked = False
+        kind = suffix_of(self.path) if self.path else ""
         for place, record in self.records():
             if isinstance(record, str):
                 yield (place, "", ""), f"{place}: {record}"
                 continue
             if not columns_checked:
-                check_columns(f"{self.name}, {place}", record, config)
+                check_columns(whose_columns(self.name, place, kind), record, config)
                 columns_checked = True
             cell = record.get(config.label_column)
             label = canonical(cell, config, self.label_names)
@@ -415,6 +416,11 @@ def _content_hash(rows: Any) -> str:
     return digest.hexdigest()
 
 
+def whose_columns(name: str, place: str, file_format: str) -> str:
+    """What to name where columns are missing: a json's rows have their own, others their file's."""
+    return f"{name}, {place}" if file_format in ("json", "jsonl") else name
+
+
 def check_columns(where: str, record: dict[str, Any], config: Config) -> None:
     """Check that a row has the columns that the keys of a command's configuration name.
 
@@ -448,7 +454,7 @@ def check_first_rows(config: DataConfig) -> None:
         try:
             place, first = next(read_records(str(path), suffix, used_columns(config)), ("", ""))
             if isinstance(first, dict):
-                check_columns(f"{path}, {place}", first, config)
+                check_columns(whose_columns(str(path), place, suffix), first, config)
         except DataError as error:
             faults.append(str(error))
     if faults:

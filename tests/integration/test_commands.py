@@ -512,7 +512,7 @@ def test_ids_that_are_no_numbers(tmp_path: Path, tiny_model: Path, capsys: Any) 
     ]  # fmt: skip
     assert "NaN" not in "".join(lines)
     (tmp_path / "rows.csv").write_text("txt,id\na,1\n")
-    with pytest.raises(DataError, match="^text_column=text: no such column in .*rows.csv, line 2"):
+    with pytest.raises(DataError, match="^text_column=text: no such column in .*rows.csv. Did you"):
         predict.main(["--checkpoint", str(tmp_path), "--input", str(tmp_path / "rows.csv")])
     with pytest.raises(ConfigError, match="id_column=id: given with text, which has no columns"):
         predict.main(["--checkpoint", str(tmp_path), "--text", "a", "--id_column", "id"])

@@ -274,9 +274,12 @@ def test_the_disk_is_that_of_the_checkpoints(
     (tmp_path / "checkpoints/step_00000500").mkdir(parents=True)
     job._disk(run, config)
     assert seen == [(tmp_path / "checkpoints", 4 + 3 * 12), (tmp_path / "checkpoints", 4 + 2 * 12)]
-    run.splits.train.store = range(3200)  # 300 updates: the last, and one to roll back to
-    job._disk(run, config.resolved(on_nonfinite="rollback", save_total_limit=None))
-    assert seen[2][1] == 4 + 2 * 12
+    run.splits.train.store = range(3200)  # 300 updates
+    rollback = config.resolved(on_nonfinite="rollback", save_total_limit=None)
+    job._disk(run, rollback)
+    (tmp_path / "checkpoints/step_00000500").rmdir()
+    job._disk(run, rollback)  # begins with a checkpoint to roll back to
+    assert [wanted for _, wanted in seen[2:]] == [4 + 12, 4 + 2 * 12]
 
 
 def mean_of_means(monkeypatch: pytest.MonkeyPatch) -> None:
