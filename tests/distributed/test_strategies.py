@@ -85,7 +85,7 @@ def whole(
     return runs
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [each for each in STRATEGIES if each != "single"])
 def test_one_curve(whole: dict[str, Any], strategy: str) -> None:
     for ours, theirs in zip(whole[strategy].curve, whole["single"].curve, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
