@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accel_ft.config import SPLITS, Config, DataConfig
-from accel_ft.data.targets import MEANT, canonical, cut, is_encodable
+from accel_ft.data.targets import canonical, cut, is_encodable, meant
 from accel_ft.errors import ConfigError, DataError, listed, nearest
 from accel_ft.runtime.files import sha256
 from accel_ft.runtime.hub import fetching
@@ -91,7 +91,7 @@ class Source:
 
     def _judged(self, config: DataConfig) -> Iterator[tuple[Row, str | None]]:
         """Yield each row with its fault, or None."""
-        columns_checked = False
+        columns_checked, told = False, {""}  # what labels may be is told once for each cause
         kind = suffix_of(self.path) if self.path else ""
         for place, record in self.records():
             if isinstance(record, str):
@@ -105,8 +105,9 @@ class Source:
             text, fault = read_text(record, config.text_column, config.text_pair_column)
             if fault is None and label is None:
                 shown = _show(cell)
-                meant = f", not {MEANT[config.problem_type]}" * (shown not in ABSENT)
-                fault = f"{config.label_column} is {shown}{meant}"
+                words = "" if shown in ABSENT else meant(cell, config.problem_type)
+                fault = f"{config.label_column} is {shown}" + f", not {words}" * (words not in told)
+                told.add(words)
             yield (place, text, str(label)), fault and f"{place}: {fault}"
 
     def texts(self, config: DataConfig, wanted: set[int]) -> dict[int, Text]:

@@ -153,12 +153,25 @@ def _number(value: Any) -> str | None:
 
 
 MEANT = {
-    "single_label_classification": "a text or an integer (cast 1.0 and true to integers or text; "
-    "for fractions --problem_type regression, for lists multi_label_classification)",
+    "single_label_classification": "a text or an integer",
     "multi_label_classification": "a list of different labels (jsonl, json, parquet; their names, "
     "not a 0 or 1 for each), or text with label_separator (not a list written as text)",
     "regression": "a finite number below 1e18",
 }
+FIXES = {  # by problem_type and type of the cell
+    ("single_label_classification", bool): "cast it to an integer or a text",
+    ("single_label_classification", float): "cast 1.0 to an integer or a text; for values to "
+    "predict --problem_type regression",
+    ("single_label_classification", list): "--problem_type multi_label_classification",
+    ("regression", str): "for names --problem_type single_label_classification",
+    ("regression", list): "--problem_type multi_label_classification",
+}
+
+
+def meant(cell: Any, problem_type: str) -> str:
+    """Return what a label may be, and what to do about a cell that is none."""
+    fix = FIXES.get((problem_type, type(cell)))
+    return MEANT[problem_type] + (f". Fix: {fix}" if fix else "")
 
 
 def cut(words: str) -> str:

@@ -101,8 +101,8 @@ def test_every_format_reads_the_same(tmp_path: Path) -> None:
         ("a.csv", '"text","label"x\n', "line 1: the row that starts here: ',' expected after"),
         ("a.jsonl", '{"text": "x", "label": 1}\n{"text": 3}\n[1]\n{', "line 3: is \\[1\\], not an object"),
         ("a.jsonl", '{"text": "x", "label": 1}\n{"text": null, "label": 1}\n', "line 2: text is missing, not a text"),
-        ("a.jsonl", '{"text": "x", "label": 1.5}\n', "line 1: label is 1.5, not a text or an integer .*--problem_type regression"),
-        ("a.jsonl", '{"text": "x", "label": true}\n', "line 1: label is true, .* .cast 1.0 and true to integers"),
+        ("a.jsonl", '{"text": "x", "label": 1.5}\n', "line 1: label is 1.5, not a text or an integer. Fix: .*--problem_type regression$"),
+        ("a.jsonl", '{"text": "x", "label": true}\n', "line 1: label is true, .* Fix: cast it to an integer or a text$"),
         ("a.jsonl", '{"text": "a \\ud83d b", "label": 1}\n', "line 1: text has an unpaired surrogate"),
         ("a.json", '{"text": "x"}', "Allowed: a list of objects"),
         ("a.json", "[1]", "item 1: is 1, not an object"),
@@ -302,6 +302,30 @@ def test_numbers_whose_squares_fit(tmp_path: Path) -> None:
     path.write_text("text,label\na,1e19\n")
     with pytest.raises(DataError, match="not a finite number below 1e18"):
         list(file_source(path).rows(config))
+
+
+@pytest.mark.parametrize(
+    ("problem_type", "label", "fix"),
+    [
+        (
+            "single_label_classification",
+            '["x"]',
+            "an integer. Fix: --problem_type multi_label_class",
+        ),
+        ("regression", '"x"', "below 1e18. Fix: for names --problem_type single_label_class"),
+        ("regression", '["x"]', "below 1e18. Fix: --problem_type multi_label_classification"),
+    ],
+)
+def test_labels_of_another_kind_are_explained_once(
+    tmp_path: Path, problem_type: str, label: str, fix: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"text": "x", "label": {label}}}\n' * 12)
+    with pytest.raises(DataError) as caught:
+        list(file_source(path).rows(DataConfig(problem_type=problem_type)))
+    first, *others = str(caught.value).splitlines()[1:]
+    assert fix in first
+    assert others == [f"  line {number}: label is {label}" for number in range(2, 11)]
 
 
 def test_after_a_fault_no_row_is_yielded(tmp_path: Path) -> None:
