@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 VALIDATION_SHARE = 0.1
 VALIDATION_MAX = 2000
 FEW_ROWS = 100
+ENOUGH_ROWS = 50  # to judge the number of labels by
 RARE = 10
 COMPARED_TEXTS = 1_000_000
 PROBED_TEXTS, MUCH_UNKNOWN = 1000, 0.3
@@ -166,6 +167,8 @@ def load_splits(config: TrainConfig, tokenizer: Any, model_labels: Sequence[str]
     sources = open_sources(config)
     stores = _tokenized(sources, config, tokenizer)
     names = output_names(stores["train"], config)
+    if config.problem_type == "single_label_classification":
+        _check_number_of_labels(stores["train"], names, config)
     if sorted(names) == sorted(model_labels):
         names = list(model_labels)
     splits = _split(stores, names, config)
@@ -198,6 +201,27 @@ def load_splits(config: TrainConfig, tokenizer: Any, model_labels: Sequence[str]
                 shared, len(splits[name]), name,
             )  # fmt: skip
     return Splits(names, train, validation, splits.get("test"), sources)
+
+
+def _check_number_of_labels(store: TokenStore, names: list[str], config: TrainConfig) -> None:
+    """Warn if a label has fewer than two rows on average: probably another column was meant.
+
+    Raises:
+        DataError: in that case, there are also fewer different texts than labels.
+    """
+    if len(store) < ENOUGH_ROWS or 2 * len(names) <= len(store) or are_amounts(names):
+        return
+    about = f"label_column={config.label_column}: {len(names)} labels in {len(store)} rows"
+    num_texts = len(np.unique(store.text_hashes))
+    if num_texts < len(names):
+        raise DataError(
+            f"{about}, but fewer different texts in text_column={config.text_column}: {num_texts}. "
+            "Fix: exchange the two columns, or name other ones"
+        )
+    logger.warning(
+        "%s, fewer than two rows for each. Fix, if that is not meant: another label_column; for "
+        "values to predict --problem_type regression", about,
+    )  # fmt: skip
 
 
 def _tokenized(

@@ -639,6 +639,30 @@ def test_texts_shared_with_training_are_counted(
     assert "only 4 validation rows: an accuracy on them is uncertain by up to 0.49" in caplog.text
 
 
+def test_exchanged_columns_are_refused(
+    tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fewer texts than labels; 49 rows are too few to tell, and half as many labels as rows are not strange."""
+    file = tmp_path / "a.jsonl"
+
+    def load(num_rows: int, num_labels: int, **columns: str) -> None:
+        lines = [{"text": f"the {n}", "label": f"l{n % num_labels}"} for n in range(num_rows)]
+        file.write_text("\n".join(map(json.dumps, lines)))
+        load_splits(TrainConfig(train_file=file, **columns), tokenizer)
+
+    exchanged = {"text_column": "label", "label_column": "text"}
+    told = (
+        "label_column=text: 50 labels in 50 rows, but fewer different texts in text_column=label: 4"
+    )
+    with pytest.raises(DataError, match=f"{told}. Fix: exchange"):
+        load(50, 4, **exchanged)
+    load(49, 4, **exchanged)
+    load(50, 25)
+    assert "fewer than two rows" not in caplog.text
+    load(50, 26)
+    assert "label_column=label: 26 labels in 50 rows, fewer than two rows for each" in caplog.text
+
+
 def test_labels_that_look_alike_are_told(
     tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
