@@ -104,6 +104,14 @@ def test_keys_of_the_trainer_that_are_said_otherwise_here(tmp_path: Path) -> Non
     assert "--bf16: unknown key. Fix: --mixed_precision bf16 before -m" in fault("--bf16", "true")
     assert "--adam_beta1: unknown key. It is always 0.9" in fault("--adam_beta1", "0.9")
     assert "--num_labels: unknown key. Fix: leave it out" in fault("--num_labels", "4")
+    for key, fix in (
+        ("per_device_batch_size", "per_device_train_batch_size, or per_device_eval_batch_size"),
+        ("eval_batch_size", "per_device_eval_batch_size"),
+        ("validation_split_percentage", "validation_file"),
+        ("model_revision", "hf download"),
+        ("attn_implementation", "leave it out"),
+    ):
+        assert f"--{key}: unknown key. Fix: {fix}" in fault(f"--{key}", "1")
     # No other key is matched by spelling: `gradient_accumulation_steps` would mean something else.
     other = "--eval_accumulation_steps: unknown key. TrainingArguments has it, accel_ft does not"
     assert other in fault("--eval_accumulation_steps", "4")
