@@ -43,10 +43,11 @@ TERMINAL = _Terminal()
 
 
 class _TqdmHandler(logging.Handler):
-    """Writes a message above a running progress bar."""
+    """Writes a message above a running progress bar, a warning with that word before it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(printable(self.format(record)), file=TERMINAL)
+        mark = "warning: " * (record.levelno >= logging.WARNING)
+        tqdm.write(printable(mark + self.format(record)), file=TERMINAL)
 
 
 class _Collector(logging.Handler):

@@ -736,6 +736,7 @@ def test_what_would_steer_a_terminal(capsys: pytest.CaptureFixture[str]) -> None
     """Labels and file names may come from somebody else: control characters are escaped."""
 
     def fail() -> None:
+        logging.getLogger("accel_ft").info("no warning")
         logging.getLogger("accel_ft").warning("World\x1b[2J\x9b2J of\ttwo\nlines")
         raise ConfigError("\x1b]0;owned\x07 é\u202e")
 
@@ -743,7 +744,8 @@ def test_what_would_steer_a_terminal(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit):
         run_command(fail)
     told = capsys.readouterr().err
-    assert told == "World\\x1b[2J\\x9b2J of\ttwo\nlines\nerror: \\x1b]0;owned\\x07 é\\u202e\n"
+    warning = "warning: World\\x1b[2J\\x9b2J of\ttwo\nlines\n"
+    assert told == f"no warning\n{warning}error: \\x1b]0;owned\\x07 é\\u202e\n"
 
 
 def test_bytes_that_are_no_text_at_the_end_of_the_log(words: list[str], tmp_path: Path) -> None:
