@@ -436,9 +436,10 @@ def check_columns(where: str, record: dict[str, Any], config: Config) -> None:
         for key, column in wanted.items()
         if column is not None and column not in record
     ]
+    if faults and (hint := _other_delimiter(record.keys())):
+        raise DataError(f"{where}: {hint}")  # it explains them all
     if faults:
-        hint = _other_delimiter(record.keys())
-        raise DataError("\n  ".join([*faults, *filter(None, [hint])]))
+        raise DataError("\n  ".join(faults))
 
 
 def check_first_rows(config: DataConfig) -> None:

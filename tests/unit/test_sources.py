@@ -212,6 +212,15 @@ def test_another_delimiter_is_the_one_cause(tmp_path: Path) -> None:
     assert "faulty" not in str(caught.value)
 
 
+def test_a_header_of_one_column_is_not_taken_for_a_mistyped_name(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("text;label\na;x\n")
+    with pytest.raises(DataError) as caught:
+        check_first_rows(DataConfig(train_file=path))
+    hint = "the header is one column with ';': separate a csv by commas, a tsv by tabs"
+    assert str(caught.value) == f"{path}: {hint}"
+
+
 def test_semicolons_are_told_before_the_quotes_that_they_hide(tmp_path: Path) -> None:
     content = 'text;label\n"a, b";x\n'
     message = fault(tmp_path, "a.csv", content)
