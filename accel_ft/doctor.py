@@ -2,7 +2,7 @@
 
 accelerate launch --config_file STRATEGY.yaml -m accel_ft.doctor [--config JOB.yaml] [--json FILE]
 
-Prints a line a check: its name, PASS, WARN, FAIL or SKIP, what was measured, and how to mend it.
+Prints a line a check: its name, PASS, WARN, FAIL or SKIP, what was measured, and how to fix it.
 """
 
 import os

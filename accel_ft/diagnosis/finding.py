@@ -86,6 +86,8 @@ def agreed(finding: Finding) -> Finding:
 
 
 def line(finding: Finding) -> str:
-    """Return a finding as one line of text, with the mend on a second line."""
-    mend = f"\n{'':32}        mend: {finding.mend}" if finding.mend else ""
+    """Return a finding as one line of text, with its mend on a second line, called Fix as in
+    error messages.
+    """
+    mend = f"\n{'':32}        Fix: {finding.mend}" if finding.mend else ""
     return f"{finding.check:32}  {finding.verdict:4}  {finding.measured}{mend}"

@@ -67,7 +67,7 @@ def well(finding: Finding) -> None:
 def test_lines() -> None:
     assert line(Finding("a", "PASS", "1")) == f"{'a':32}  PASS  1"
     assert line(Finding("bcd", "FAIL", "2", "do this")).splitlines() == [
-        f"{'bcd':32}  FAIL  2", f"{'':32}        mend: do this",
+        f"{'bcd':32}  FAIL  2", f"{'':32}        Fix: do this",
     ]  # fmt: skip
 
 
