@@ -30,7 +30,8 @@ def differences(one: Record, other: Record) -> Iterator[Difference]:
             yield f"{key}, over all starts", first[key], second[key]
     yield from curves(one, other)
     if not shared(one, other):
-        yield "train events, none of the same updates", len(one.of("train")), len(other.of("train"))
+        what = "number of train events, none for the same updates, so no losses are compared"
+        yield what, len(one.of("train")), len(other.of("train"))
     ended = bool(one.of("end")), bool(other.of("end"))
     if ended[0] != ended[1]:
         yield "reached its end", *ended
