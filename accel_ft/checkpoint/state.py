@@ -280,7 +280,7 @@ def check_same_run(
     Raises:
         CheckpointError: listing the differences.
     """
-    differences = []
+    differences, names, can_all = [], [*allowed], True
     usual = TrainConfig.model_validate({}).model_dump(mode="json")
     saved = usual | saved  # older checkpoints lack newer keys
     for key, here in identity.items():
@@ -295,14 +295,16 @@ def check_same_run(
                 others = sorted(set(here) ^ set(there))
             told = f"labels: {len(there)} in the checkpoint, {len(here)} in this job, which differ "
             told += f"in {listed(others, 10)}"
+        names, can_all = [*names, key], can_all and can_differ
         if not can_differ:
             told += " (changes the parameters or their groups: cannot be allowed)"
         told += ABOUT.get(key, "").format(there)
         differences.append(told)
     if differences:
+        allow = f", or --allow_changed {','.join(names)} to accept what differs" * can_all
         raise CheckpointError(
-            f"{folder}: belongs to another job. Fix: the same settings, another output_dir, or "
-            "--allow_changed with the names of what may differ\n  " + "\n  ".join(differences)
+            f"{folder}: belongs to another job. Fix: the same settings, or another output_dir"
+            f"{allow}\n  " + "\n  ".join(differences)
         )
 
 

@@ -362,6 +362,12 @@ def test_another_jobs_checkpoint_is_refused(tmp_path: Path) -> None:
         state.check_same_run(tmp_path, saved, saved | {"train_sampling_strategy": "random"})
     with pytest.raises(CheckpointError, match="seed: 1 in the checkpoint, 2 in this job"):
         state.check_same_run(tmp_path, saved, {"model": "a", "seed": 2})
+    other = {"train_data": "a", "seed": 2}
+    with pytest.raises(CheckpointError, match="or --allow_changed train_data,seed to accept"):
+        state.check_same_run(tmp_path, saved, other)
+    with pytest.raises(CheckpointError) as caught:  # it would be refused with that, too
+        state.check_same_run(tmp_path, saved, other | {"freeze": "encoder"})
+    assert "--allow_changed" not in str(caught.value)
 
 
 def test_what_a_user_calls_a_checkpoint(tmp_path: Path) -> None:
