@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -117,6 +118,15 @@ def listed(names: Sequence[Any], limit: int = 3, between: str = ", ") -> str:
     """Return the first few of `names`, and how many more there are."""
     more = len(names) - limit
     return between.join([*map(str, names[:limit]), *[f"and {more} more"] * (more > 0)])
+
+
+def beside(missing: Path) -> str:
+    """Return ' Did you mean `x`?' for the folder closest in name to one that is missing; else which
+    others there are, or ''.
+    """
+    there = sorted(path.name for path in missing.parent.glob("[!._]*") if path.is_dir())
+    others = f" {missing.parent} holds {listed(there)}" if there else ""
+    return nearest(missing.name, there) or others
 
 
 def require(extra: str, what: str, *modules: str) -> None:

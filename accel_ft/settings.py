@@ -25,7 +25,7 @@ from accel_ft.config import (
     TrainConfig,
     type_name,
 )
-from accel_ft.errors import LONGEST, ConfigError, nearest
+from accel_ft.errors import LONGEST, ConfigError, beside, nearest
 
 LAUNCH_OPTIONS = (
     "mixed_precision", "num_processes", "num_machines", "config_file", "cpu", "multi_gpu",
@@ -337,7 +337,9 @@ def read_receipt(run: Path) -> dict[str, Any]:
         receipt["identity"]["labels"], receipt["data"]["train"], receipt["strategy"]["device"]
         [start["step"] for start in receipt["starts"]]
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(f"{run}: holds no run of accel_ft (no receipt.json)") from error
+        whole = run_folder(str(run))
+        near = f" Fix: {whole}" if whole else beside(run) * (not run.exists())
+        raise ConfigError(f"{run}: holds no run of accel_ft (no receipt.json).{near}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read ({error})") from error
     except (KeyError, TypeError) as error:

@@ -14,7 +14,7 @@ import torch
 
 from accel_ft.config import METRICS
 from accel_ft.data.tokenize import INPUTS, has_types_of_single_texts, keep_no_truncation
-from accel_ft.errors import CheckpointError, ConfigError, in_one_line, listed, nearest
+from accel_ft.errors import CheckpointError, ConfigError, beside, in_one_line, listed
 from accel_ft.model.embedding import word_embedding
 from accel_ft.runtime.files import sha256
 from accel_ft.runtime.hub import HUB_ID, fetching
@@ -55,13 +55,10 @@ def resolve(name: str, key: str = "model_name_or_path") -> str:
             return name
         if folder.is_file():
             raise ConfigError(f"{key}={name}: is a file. Fix: its folder, {folder.parent}")
-        siblings = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
         # `runs/quikstart` could be a Hub id; beside other runs it is a typo.
-        meant_local = key == "checkpoint" and folder.parent.name and siblings
+        meant_local = key == "checkpoint" and folder.parent.name and any(folder.parent.glob("*"))
         if meant_local or not HUB_ID.fullmatch(name):
-            raise ConfigError(
-                f"{key}={name}: there is no such folder.{nearest(folder.name, siblings)}"
-            )
+            raise ConfigError(f"{key}={name}: there is no such folder.{beside(folder)}")
         return name
     location, _, fragment = name.removeprefix(PACKAGE).partition("#")
     package, _, path = location.partition("/")
@@ -74,7 +71,10 @@ def resolve(name: str, key: str = "model_name_or_path") -> str:
     root = Path(spec.submodule_search_locations[0]).resolve()
     folder = (root / path).resolve()
     if not folder.is_relative_to(root) or not (folder / "config.json").is_file():
-        raise ConfigError(f"{key}={name}: the package {package!r} holds no model at {path!r}")
+        near = beside(folder) if folder.parent.is_relative_to(root) else ""
+        raise ConfigError(
+            f"{key}={name}: the package {package!r} holds no model at {path!r}.{near}"
+        )
     if not re.fullmatch(r"(sha256=[0-9a-fA-F]{64})?", fragment):
         raise ConfigError(f"{key}={name}: #{fragment} is no hash. Allowed: #sha256=64 hex digits")
     if expected := fragment.removeprefix("sha256=").lower():

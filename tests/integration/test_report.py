@@ -222,6 +222,14 @@ def test_a_report_of_no_run(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="holds no run of accel_ft"):
         report.main([str(tmp_path)])
+    run = tmp_path / "run"
+    (run / "model").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"receipt.json\). Did you mean `run`"):
+        report.main([str(tmp_path / "runs")])
+    for name in ("config.yaml", "receipt.json"):
+        (run / name).touch()
+    with pytest.raises(ConfigError, match=rf"model: holds no run .*\). Fix: {run}$"):
+        report.main([str(run / "model")])
     (tmp_path / "receipt.json").touch()
     with pytest.raises(ConfigError, match="receipt.json: cannot be read"):
         report.main([str(tmp_path)])

@@ -72,7 +72,8 @@ def test_a_package_carries_a_model(package: Path, monkeypatch: pytest.MonkeyPatc
             "package://no_such_package/model",
             "'no_such_package' is not installed. Fix: pip install no-such-package",
         ),
-        ("package://carries_a_model/other", "holds no model at 'other'"),
+        ("package://carries_a_model/other", "no model at 'other'. .*/carries_a_model holds model$"),
+        ("package://carries_a_model/modle", "no model at 'modle'. Did you mean `model`"),
         ("package://carries_a_model/../carries_a_model/..", "holds no model"),
         ("package://carries_a_model/model#sha256=12", "is no hash"),
         ("package://os.path/x", "not installed"),
@@ -386,6 +387,8 @@ def test_a_run_with_a_slip_of_the_pen(tmp_path: Path, monkeypatch: pytest.Monkey
         match="checkpoint=runs/quikstart: there is no such folder. Did you mean `quickstart`",
     ):
         resolve("runs/quikstart", "checkpoint")
+    with pytest.raises(ConfigError, match="there is no such folder. runs holds quickstart$"):
+        resolve("runs/nope", "checkpoint")
     assert resolve("runs/bert") == "runs/bert"  # a Hub id
 
 
