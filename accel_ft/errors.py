@@ -129,6 +129,11 @@ def beside(missing: Path) -> str:
     return nearest(missing.name, there) or others
 
 
+def counted(number: int, what: str) -> str:
+    """Return '1 row', '2 rows'."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def require(extra: str, what: str, *modules: str) -> None:
     """Raise ConfigError where a library of an extra is missing."""
     if any(find_spec(module) is None for module in modules):

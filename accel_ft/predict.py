@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_ft.config import DATA_FILE_SUFFIXES, PredictConfig
-from accel_ft.errors import ConfigError, DataError, run_command
+from accel_ft.errors import ConfigError, DataError, counted, run_command
 from accel_ft.runtime.files import writing
 from accel_ft.runtime.memory import restart_with_better_malloc
 from accel_ft.settings import parse, run_settings
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             predictor.num_cut, count, predictor.max_seq_length,
         )  # fmt: skip
     if is_main and config.output != "-":
-        logger.info("%d texts labelled: %s", count, config.output)
+        logger.info("%s labelled: %s", counted(count, "text"), config.output)
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class Predictor:
         sick = int((~np.isfinite(scores).all(axis=1)).sum())
         if sick:
             where = self.config.checkpoint
-            logger.warning("%s: %d texts have NaN or infinite logits: results null", where, sick)
+            logger.warning("%s: texts with NaN or infinite logits, so null: %d", where, sick)
         return scores
 
     def describe(self, scores: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from accel_ft.data.plan import Ids, combine_key, permute
 from accel_ft.data.sources import Source, file_source, hub_sources, used_columns
 from accel_ft.data.targets import are_amounts, cut, output_names, targets
 from accel_ft.data.tokenize import TokenStore, tokenize
-from accel_ft.errors import ConfigError, DataError, listed
+from accel_ft.errors import ConfigError, DataError, counted, listed
 
 logger = logging.getLogger(__name__)
 
@@ -178,13 +178,14 @@ def load_splits(config: TrainConfig, tokenizer: Any, model_labels: Sequence[str]
     seen = len(names) if is_regression else len(validation.label_ids())
     if seen < len(names):
         logger.warning(
-            "the %d validation rows hold %d of the %d labels: their metrics are not reliable",
+            "the validation rows (%d) hold %d of the %d labels: their metrics are not reliable",
             len(validation), seen, len(names),
         )  # fmt: skip
     if len(validation) < FEW_ROWS:
         spread = f": an accuracy on them is uncertain by up to {0.98 / len(validation) ** 0.5:.2f}"
         is_share = config.problem_type == "single_label_classification"
-        logger.warning("only %d validation rows%s", len(validation), spread * is_share)
+        rows = counted(len(validation), "validation row")
+        logger.warning("only %s%s", rows, spread * is_share)
     elif config.problem_type == "single_label_classification":
         _warn_of_rare(validation, names)
     if not is_regression:
@@ -348,7 +349,7 @@ def _tell_repeats(train: Split) -> None:
     if again.any():
         logger.log(
             logging.WARNING if unlike else logging.INFO,
-            "%d training rows repeat the text of another; texts with different labels: %d",
+            "training rows that repeat the text of another: %d; texts with different labels: %d",
             again.sum(), unlike,
         )  # fmt: skip
 
@@ -438,7 +439,7 @@ def class_weights(
         weights = np.array(wanted, np.float64)
     else:
         raise ConfigError(
-            f"class_weights={wanted}: {len(wanted)} weights for {len(names)} labels. "
+            f"class_weights={wanted}: {counted(len(wanted), 'weight')} for {len(names)} labels. "
             f"Fix: one for each of: {listed(names, LABELS_TOLD)}"
         )
     pairs = [f"{name} {weight:.3g}" for name, weight in zip(names, weights, strict=True)]

@@ -22,7 +22,7 @@ from accel_ft.engine.fitting import DEFAULT_GLOBAL_BATCH_SIZE, fit_micro_batch, 
 from accel_ft.engine.graphs import Graphs, can_record
 from accel_ft.engine.run import Run
 from accel_ft.engine.step import forward, unreached
-from accel_ft.errors import ConfigError, LaunchError, listed, nearest
+from accel_ft.errors import ConfigError, LaunchError, counted, listed, nearest
 from accel_ft.model import load
 from accel_ft.model.embedding import make_sparse, why_unshardable
 from accel_ft.model.optim import (
@@ -304,16 +304,16 @@ def _warn_of_idle_keys(config: TrainConfig, num_steps: int, steps_per_epoch: int
     never = not is_share and num_steps <= round(config.warmup_steps)
     if never and config.lr_scheduler_type != "constant":
         logger.warning(
-            "warmup_steps=%g: the run has %d updates, and never reaches learning_rate. Fix: fewer",
-            config.warmup_steps, num_steps,
+            "warmup_steps=%g: the run has %s, and never reaches learning_rate. Fix: fewer",
+            config.warmup_steps, counted(num_steps, "update"),
         )  # fmt: skip
     evaluations = math.ceil(num_steps / (config.eval_steps or steps_per_epoch))
     patience = config.early_stopping_patience
     if patience is not None and evaluations <= patience + 1:
         logger.warning(
-            "early_stopping_patience=%d: the run has %d evaluations, and cannot stop before its "
-            "end. Fix: a smaller eval_steps",
-            patience, evaluations,
+            "early_stopping_patience=%d: the run has %s, and cannot stop before its end. Fix: a "
+            "smaller eval_steps",
+            patience, counted(evaluations, "evaluation"),
         )  # fmt: skip
     if config.load_best_model_at_end and evaluations == 1:
         logger.warning(

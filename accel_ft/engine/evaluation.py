@@ -106,7 +106,7 @@ def evaluate_split(
 
     sick = int((~np.isfinite(logits).all(axis=1)).sum())
     if sick and accelerator.is_main_process:
-        logger.warning("%s: %d rows have NaN or infinite logits", split.store.name, sick)
+        logger.warning("%s: rows with NaN or infinite logits: %d", split.store.name, sick)
     labels = split.labels(np.arange(len(split), dtype=np.int64))
     if tunes and labels.ndim == 2:
         thresholds = best_thresholds(logits, labels)

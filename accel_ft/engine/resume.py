@@ -65,7 +65,7 @@ def refuse_fewer_updates(folder: Path, done: int, wanted: int) -> None:
     """
     if done > wanted:
         raise CheckpointError(
-            f"{folder}: {done} updates are done, but the job has only {wanted}. "
+            f"{folder}: update {done} is done, but the job has only {wanted}. "
             "Fix: max_steps or num_train_epochs as before, or greater"
         )
 

@@ -26,7 +26,7 @@ from accel_ft.data.splits import Splits
 from accel_ft.engine.evaluation import evaluate_split
 from accel_ft.engine.graphs import Graphs
 from accel_ft.engine.meter import Meter
-from accel_ft.errors import CheckpointError, Preempted
+from accel_ft.errors import CheckpointError, Preempted, counted
 from accel_ft.model import adapters
 from accel_ft.runtime.logging import TERMINAL, EventLog, progress_bar
 from accel_ft.runtime.profile import make_profiler
@@ -306,8 +306,8 @@ class Run:
             shown += f", {self.config.best_metric} {self.config.best_value(scores):.4f}"
         step = self.step if model_step is None else model_step
         logger.info(
-            "%s after update %d (epoch %.2f): %s (%d rows)",
-            name, step, step / self.plan.steps_per_epoch, shown, len(logits),
+            "%s after update %d (epoch %.2f): %s (%s)",
+            name, step, step / self.plan.steps_per_epoch, shown, counted(len(logits), "row"),
         )  # fmt: skip
         return scores, logits
 

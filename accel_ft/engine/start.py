@@ -12,7 +12,7 @@ from accel_ft.config import TrainConfig
 from accel_ft.data.tokenize import tokenizer_fingerprint
 from accel_ft.engine.resume import refuse_fewer_updates, resume
 from accel_ft.engine.run import Run
-from accel_ft.errors import CheckpointError
+from accel_ft.errors import CheckpointError, counted
 from accel_ft.model import load
 from accel_ft.runtime.files import write_whole
 from accel_ft.runtime.logging import read_events
@@ -199,10 +199,11 @@ def _announce(run: Run) -> None:
             run.plan.global_batch_size, rows, scaled * (run.config.lr_scaling != "none"),
         )  # fmt: skip
     logger.info(
-        "training: %d rows, %d updates of %d samples (%d an epoch; %d done), ranks x accumulation "
+        "training: %s, %s of %s (%d an epoch; %d done), ranks x accumulation "
         "steps x micro-batch: %d x %d x %d; %.1f million parameters, %.3g %% trained; %s, "
         "precision %s",
-        rows, run.num_steps, size, run.plan.steps_per_epoch, run.step,
+        counted(rows, "row"), counted(run.num_steps, "update"), counted(size, "sample"),
+        run.plan.steps_per_epoch, run.step,
         accelerator.num_processes, run.accumulation_steps, math.ceil(size / run.num_micro_batches),
         run.num_parameters / 1e6, 100 * run.num_trained / run.num_parameters,
         accelerator.device.type, accelerator.mixed_precision,

@@ -23,7 +23,7 @@ def make_profiler(folder: Path, rank: int, num_steps: int) -> profile:
     folder.mkdir(parents=True, exist_ok=True)
     if num_steps < SKIPPED + RECORDED:
         logger.warning(
-            "profile: %d updates are too few: it needs %d", num_steps, SKIPPED + RECORDED
+            "profile: it needs %d updates, this start has %d", SKIPPED + RECORDED, num_steps
         )
 
     def write(profiler: profile) -> None:

@@ -1449,7 +1449,7 @@ def test_a_checkpoint_that_cannot_be_published_stops_the_run(
 
 def test_profile_of_too_few_updates(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     train.main([*words, "--profile", "--max_steps", "4"])
-    assert "profile: 4 updates are too few: it needs 10" in capsys.readouterr().err
+    assert "profile: it needs 10 updates, this start has 4" in capsys.readouterr().err
 
 
 def test_profile(words: list[str], tmp_path: Path) -> None:

@@ -447,12 +447,12 @@ def test_a_resume_that_trains_nothing_says_so(
     longer = ["--resume_from_checkpoint", str(tmp_path / "run/checkpoints/step_00000004")]
     longer += ["--output_dir", str(tmp_path / "new run")]
     with pytest.raises(
-        CheckpointError, match=r"step_00000004: 4 updates are done, but .* has only 2\."
+        CheckpointError, match=r"step_00000004: update 4 is done, but .* has only 2\."
     ):
         train.main([*words, "--max_steps", "2", *longer])
     for _ in range(2):  # with its model/, and without: the refusal changes nothing
         with pytest.raises(
-            CheckpointError, match=r"run: 4 updates are done, but the job has only 2\."
+            CheckpointError, match=r"run: update 4 is done, but the job has only 2\."
         ):
             train.main([*words, "--max_steps", "2", *LATEST])
         shutil.rmtree(tmp_path / "run/model", ignore_errors=True)

@@ -748,7 +748,7 @@ def test_fewer_rows_than_a_global_batch(
         r"global_batch_size=1000000: more than the (\d+) training rows, so an epoch is one update",
         told,
     )
-    assert f"training: {rows} rows, 1 updates of {rows} samples (1 an epoch; 0 done)" in told
+    assert f"training: {rows} rows, 1 update of {rows} samples (1 an epoch; 0 done)" in told
     assert read_receipt(tmp_path / "run")["accumulation_steps"] == 12  # 47 rows, 4 at once
 
 

@@ -278,7 +278,7 @@ def test_a_model_that_returns_no_numbers_is_never_the_best(
     assert {sick[f"eval_{name}"] for name in ("loss", "accuracy", "f1_macro", "roc_auc")} == {None}
     assert sick["eval_per_class"]["Business"]["f1"] is None
     assert events[-1]["model_step"] == 1
-    assert f"{len(kept) - 1} rows have NaN or infinite logits" in capsys.readouterr().err
+    assert f"rows with NaN or infinite logits: {len(kept) - 1}\n" in capsys.readouterr().err
     other = ["--output_dir", str(tmp_path / "other")]
     with pytest.raises(UserError, match="the model of update 2 returns NaN or infinite logits"):
         train.main([*words, *first, *other])

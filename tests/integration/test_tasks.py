@@ -292,7 +292,7 @@ def test_thresholds_of_another_job(
     words = job(tiny_model, rows, poor, tmp_path / "run", "--max_steps", "1")
     words += ["--problem_type", "multi_label_classification"]
     train.main(words)
-    assert "the 1 validation rows hold 0 of the 4 labels" in capsys.readouterr().err
+    assert "the validation rows (1) hold 0 of the 4 labels" in capsys.readouterr().err
     model = tmp_path / "run/model"
     assert open_classifier(str(model), torch.device("cpu")).thresholds is not None
     assert "is ignored here" not in capsys.readouterr().err

@@ -462,6 +462,10 @@ def test_predict_needs_one_source() -> None:
         ({"warmup_steps": 99}, None),
         ({"warmup_steps": 99.6}, "the run has 100 updates, and never reaches learning_rate"),
         ({"early_stopping_patience": 3}, "=3: the run has 4 evaluations, and cannot stop before"),
+        (
+            {"early_stopping_patience": 3, "eval_steps": 100},
+            "=3: the run has 1 evaluation, and cannot stop before",
+        ),
         ({"load_best_model_at_end": True}, None),
         ({"load_best_model_at_end": True, "eval_steps": 100}, "the run has one evaluation"),
         ({"gradient_checkpointing": True, "freeze": "encoder"}, "no effect under freeze=encoder"),

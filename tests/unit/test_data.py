@@ -453,7 +453,7 @@ def test_class_weights(tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixtu
         1,
         3,
     ]
-    with pytest.raises(ConfigError, match="1 weights for 2 labels. Fix: one for each of: x, y"):
+    with pytest.raises(ConfigError, match="1 weight for 2 labels. Fix: one for each of: x, y"):
         class_weights((1.0,), split, ["x", "y"])
 
 
@@ -697,9 +697,18 @@ def test_labels_that_look_alike_are_told(
 @pytest.mark.parametrize(
     ("labels", "told"),
     [
-        ("abcded", "4 training rows repeat the text of another; texts with different labels: 1"),
-        ("abbcaa", "4 training rows repeat the text of another; texts with different labels: 2"),
-        ("aaabab", "4 training rows repeat the text of another; texts with different labels: 0"),
+        (
+            "abcded",
+            "training rows that repeat the text of another: 4; texts with different labels: 1",
+        ),
+        (
+            "abbcaa",
+            "training rows that repeat the text of another: 4; texts with different labels: 2",
+        ),
+        (
+            "aaabab",
+            "training rows that repeat the text of another: 4; texts with different labels: 0",
+        ),
     ],
 )
 def test_texts_that_are_there_again_are_told(
