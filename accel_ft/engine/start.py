@@ -147,6 +147,12 @@ def start_or_resume(run: Run) -> None:
         own = transaction.checkpoint_folder(run.checkpoints, run.step)
         is_elsewhere = folder.resolve() != own.resolve()  # e.g. a copy, or one set aside
         logger.info("resumed from %s: %d of %d updates done", folder, run.step, run.num_steps)
+        if (before := _last_start(run).get("num_steps", 0)) > run.num_steps:
+            logger.warning(
+                "the run was to have %d updates, now it has %d, and its learning rate follows the "
+                "shorter schedule. Fix, if not meant: num_train_epochs and max_steps as before",
+                before, run.num_steps,
+            )  # fmt: skip
     elif has_ended:
         raise CheckpointError(
             f"{run.output_dir}: a finished run, and its checkpoints are gone: it cannot resume. "

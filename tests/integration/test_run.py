@@ -474,6 +474,20 @@ def test_a_finished_run_goes_on_when_given_more_epochs(finished: Path, tmp_path:
     assert end_of(run) == (4, 4)
 
 
+@pytest.mark.parametrize("fewer", [["--num_train_epochs", "1"], ["--max_steps", "6"]])
+def test_a_resume_with_fewer_updates_is_told(
+    fewer: list[str], finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    cut_off(run, 4)
+    told = "warning: the run was to have 12 updates, now it has 6, and its learning rate follows"
+    for each in (fewer, []):  # and the other way round
+        train.main([*job_of(finished, run), *LATEST, *each])
+        assert (told in capsys.readouterr().err) is bool(each)
+    assert end_of(run) == (12, 12)
+
+
 def test_a_run_that_goes_on_has_no_final_model(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
