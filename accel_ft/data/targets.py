@@ -160,8 +160,8 @@ MEANT = {
 }
 FIXES = {  # by problem_type and type of the cell
     ("single_label_classification", bool): "cast it to an integer or a text",
-    ("single_label_classification", float): "cast 1.0 to an integer or a text; for values to "
-    "predict --problem_type regression",
+    ("single_label_classification", float): "for classes cast it to an integer or a text; for "
+    "values to predict --problem_type regression",
     ("single_label_classification", list): "--problem_type multi_label_classification",
     ("regression", str): "for names --problem_type single_label_classification",
     ("regression", list): "--problem_type multi_label_classification",
