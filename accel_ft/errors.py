@@ -125,7 +125,8 @@ def beside(missing: Path) -> str:
     others there are, or ''.
     """
     there = sorted(path.name for path in missing.parent.glob("[!._]*") if path.is_dir())
-    others = f" {missing.parent} holds {listed(there)}" if there else ""
+    has_others = there and missing.parent.name  # not those of the current folder
+    others = f" {missing.parent} holds {listed(there)}" if has_others else ""
     return nearest(missing.name, there) or others
 
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from accel_ft.checkpoint.open import model_folder, open_classifier
 from accel_ft.config import TrainConfig
-from accel_ft.errors import CheckpointError, ConfigError
+from accel_ft.errors import CheckpointError, ConfigError, beside
 from accel_ft.model import load
 from accel_ft.model.load import (
     _refuse_words_elsewhere,
@@ -389,6 +389,7 @@ def test_a_run_with_a_slip_of_the_pen(tmp_path: Path, monkeypatch: pytest.Monkey
         resolve("runs/quikstart", "checkpoint")
     with pytest.raises(ConfigError, match="there is no such folder. runs holds quickstart$"):
         resolve("runs/nope", "checkpoint")
+    assert beside(Path("nope")) == ""
     assert resolve("runs/bert") == "runs/bert"  # a Hub id
 
 
