@@ -171,7 +171,8 @@ def _is_the_trainers(key: str) -> bool:
     spec = importlib.util.find_spec("transformers")
     assert spec is not None
     source = Path(str(spec.origin)).with_name("training_args.py")
-    return re.search(rf"^    {re.escape(key)}: ", source.read_text(), re.MULTILINE) is not None
+    text = source.read_text(encoding="utf-8")
+    return re.search(rf"^    {re.escape(key)}: ", text, re.MULTILINE) is not None
 
 
 def checked(

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import yaml
+from conftest import run
 
 from accel_ft import errors
 from accel_ft.config import (
@@ -92,6 +93,16 @@ def test_keys_of_the_trainer_are_known_by_its_source() -> None:
     assert "output" in meant("output_dir", PredictConfig.model_fields)  # a key of `train`
     assert meant("model_name_or_path", PredictConfig.model_fields) == " Fix: --checkpoint"
     assert "checkpoint" not in meant("model_name_or_path", SearchConfig.model_fields)
+
+
+def test_keys_of_the_trainer_in_a_locale_without_utf8() -> None:
+    """Its source is not ASCII."""
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = ("python", "-m", "accel_ft.train", "--eval_accumulation_steps", "4")
+    told = run(*command, check=False, env=ascii_only).stderr
+    assert told.startswith(
+        "error: --eval_accumulation_steps: unknown key. TrainingArguments has it"
+    )
 
 
 def test_options_of_the_launcher_are_told() -> None:
