@@ -1,8 +1,10 @@
 """A sequence classifier and its tokenizer from the Hub, a folder or an installed package."""
 
+import errno
 import importlib.util
 import json
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -440,6 +442,9 @@ def _load(key: str, folder: str, **kwargs: Any) -> tuple[Any, list[str]]:
 
     with fetching(key, folder):  # refused: an adapter config may name any module to import
         adapters = find_adapter_config_file(folder)
+        for path in Path(folder).glob("*.safetensors"):  # safetensors would say: no such file
+            if path.is_file() and not os.access(path, os.R_OK):
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
     are_shards = (Path(folder) / "pytorch_model_fsdp_0").is_dir()
     if adapters is not None or are_shards:
         parts = "shards" if are_shards else f"adapters ({ADAPTER_CONFIG_NAME})"

@@ -1,6 +1,7 @@
 import contextlib
 import hashlib
 import json
+import os
 import shutil
 import sys
 from contextlib import nullcontext
@@ -401,6 +402,16 @@ def test_a_model_among_folders_that_cannot_be_listed(
 
     monkeypatch.setattr(Path, "iterdir", forbidden)
     assert resolve(str(tiny_model)) == str(tiny_model)
+
+
+def test_weights_that_may_not_be_read(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors makes files that only their owner may read, and tells others that there are none."""
+    may = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, how: "model.s" not in str(path) and may(path, how)
+    )
+    with pytest.raises(ConfigError, match="cannot be loaded: .*Permission denied: .*model.safe"):
+        classifier(tiny_model, 3)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
