@@ -253,7 +253,7 @@ def _tokenized(
                 source.name, 100 * share, tokenizer.unk_token,
             )  # fmt: skip
     if faults:
-        raise DataError("\n".join(faults))
+        raise DataError("\n".join(dict.fromkeys(faults)))  # a file may be given twice
     return stores
 
 

@@ -663,6 +663,15 @@ def test_exchanged_columns_are_refused(
     assert "label_column=label: 26 labels in 50 rows, fewer than two rows for each" in caplog.text
 
 
+def test_faults_of_a_file_that_is_given_twice(tmp_path: Path, tokenizer) -> None:
+    """As validation and test rows: each fault is told once."""
+    train, file = rows(tmp_path / "train.jsonl", "the a"), tmp_path / "faulty.csv"
+    file.write_text("text,label\nthe,\n")
+    with pytest.raises(DataError) as caught:
+        load_splits(TrainConfig(train_file=train, validation_file=file, test_file=file), tokenizer)
+    assert str(caught.value).count("line 2: label is empty") == 1
+
+
 def test_labels_that_look_alike_are_told(
     tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
