@@ -47,7 +47,7 @@ def fetching(key: str, name: str) -> Iterator[None]:
             lacks = f"it cannot be loaded from the local cache: {_told(error).rstrip('.')}"
         raise ConfigError(
             f"{key}={name}: {why}, and {lacks}. Fix: a local folder, or {other}. "
-            f"To try accel_ft without the Hub:\n  {QUICKSTART}"
+            f"To try accel_ft without the Hub, in a clone of its repository:\n  {QUICKSTART}"
         ) from error
 
 
