@@ -446,6 +446,19 @@ def test_card_and_report_of_a_run_killed_before_them(words: list[str], tmp_path:
     assert (run / "metrics.jsonl").read_bytes() == events
 
 
+def test_a_report_whose_libraries_are_missing(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """The run ends well, and says how the report is written later: a resume of it would not."""
+    from accel_ft import errors
+
+    monkeypatch.setattr(errors, "find_spec", lambda _: None)
+    train.main([*words, "--max_steps", "1", "--report_to", "html"])
+    told = f"pip install 'accel_ft[report]'. Then: python -m accel_ft.report {tmp_path / 'run'}\n"
+    assert told in capsys.readouterr().err
+
+
 def test_files_of_a_run_are_read_as_they_are(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
