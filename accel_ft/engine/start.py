@@ -16,7 +16,7 @@ from accel_ft.errors import CheckpointError, counted
 from accel_ft.model import load
 from accel_ft.runtime.files import write_whole
 from accel_ft.runtime.logging import read_events
-from accel_ft.runtime.receipt import write_receipt
+from accel_ft.runtime.receipt import versions, write_receipt
 from accel_ft.settings import is_run, read_receipt
 
 logger = logging.getLogger(__name__)
@@ -120,6 +120,18 @@ def _tell_of_best(run: Run, best_step: int | None) -> None:
         )  # fmt: skip
 
 
+def _tell_of_versions(run: Run) -> None:
+    """Warn if libraries have changed since the last start."""
+    was, now = _last_start(run).get("versions", {}), versions()
+    known = [name for name in now if was.get(name) and now[name]]
+    changed = [f"{name} {was[name]}, now {now[name]}" for name in known if was[name] != now[name]]
+    if changed:
+        logger.warning(
+            "other versions than at the last start, so the last bits may differ: %s",
+            "; ".join(changed),
+        )
+
+
 def _fingerprints(run: Run) -> dict[str, str]:
     return {name: split.fingerprint() for name, split in run.splits.given.items()}
 
@@ -144,6 +156,7 @@ def start_or_resume(run: Run) -> None:
         lost = resume(run, folder)
         if in_here:
             _tell_of_best(run, best_step)
+            _tell_of_versions(run)
         own = transaction.checkpoint_folder(run.checkpoints, run.step)
         is_elsewhere = folder.resolve() != own.resolve()  # e.g. a copy, or one set aside
         logger.info("resumed from %s: %d of %d updates done", folder, run.step, run.num_steps)

@@ -93,8 +93,13 @@ def about_program() -> dict[str, Any]:
         "accel_ft": accel_ft.__version__,
         "git_commit": git_commit(),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": versions(),
     }
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of PACKAGES; None for those that are not installed."""
+    return {name: _version(name) for name in PACKAGES}
 
 
 def git_commit() -> str | None:

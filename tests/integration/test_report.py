@@ -413,9 +413,12 @@ def test_the_receipt_and_what_differs_in_it(
 
 
 def test_differences_at_an_earlier_start(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Receipt and config.yaml describe the last start, the curve all: earlier starts are compared, too."""
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Receipt and config.yaml describe the last start, the curve all: earlier starts are compared, too; a resume tells of
+    other versions.
+    """  # fmt: skip
     from accel_ft.runtime import receipt
 
     words += ["--learning_rate", "2e-3"]
@@ -424,9 +427,12 @@ def test_differences_at_an_earlier_start(
         with pytest.raises(RuntimeError):
             stopped_at(3, [*words, "--learning_rate", "1e-3"])
     train.main([*words, *LATEST, "--allow_changed", "learning_rate"])
+    other = "other versions than at the last start, so the last bits may differ: torch 9.9 of torch, now "
+    assert other in capsys.readouterr().err
     with pytest.raises(UserError) as caught:
         train.main(["--reproduce", str(tmp_path / "run")])
     told = str(caught.value)
+    assert other not in capsys.readouterr().err
     assert "identity.learning_rate, over all starts: [0.001, 0.002] | [0.002]" in told
     assert "versions.torch, over all starts: ['9.9 of torch', " in told
     assert "time" not in told
