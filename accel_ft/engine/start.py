@@ -109,27 +109,29 @@ def _saved_step(run: Run) -> int:
     return int(max([begun, *saved, *stopped]))
 
 
-def _tell_of_best(run: Run, best_step: int | None) -> None:
-    """Warn if the best checkpoint was protected from pruning, and no longer is."""
-    was_kept = _last_start(run).get("takes_best", False)
+def _tell_of_last_start(run: Run, best_step: int | None) -> None:
+    """Warn if, since the last start, libraries have changed, fewer updates are asked for, or the
+    best checkpoint, that of `best_step`, is no longer protected from pruning.
+    """
+    last, now = _last_start(run), versions()
     is_pruned = run.config.save_total_limit and not run.config.load_best_model_at_end
-    if best_step is not None and was_kept and is_pruned:
+    if best_step is not None and last.get("takes_best") and is_pruned:
         logger.warning(
             "load_best_model_at_end was on, and is off: the checkpoint of the best evaluation, of "
             "update %d, will be pruned like others", best_step,
         )  # fmt: skip
-
-
-def _tell_of_versions(run: Run) -> None:
-    """Warn if libraries have changed since the last start."""
-    was, now = _last_start(run).get("versions", {}), versions()
+    was, num_steps = last.get("versions", {}), last.get("num_steps", 0)
     known = [name for name in now if was.get(name) and now[name]]
     changed = [f"{name} {was[name]}, now {now[name]}" for name in known if was[name] != now[name]]
     if changed:
+        told = "other versions than at the last start, so the last bits may differ: %s"
+        logger.warning(told, "; ".join(changed))
+    if num_steps > run.num_steps:
         logger.warning(
-            "other versions than at the last start, so the last bits may differ: %s",
-            "; ".join(changed),
-        )
+            "the run was to have %d updates, now it has %d, and its learning rate follows the "
+            "shorter schedule. Fix, if not meant: num_train_epochs and max_steps as before",
+            num_steps, run.num_steps,
+        )  # fmt: skip
 
 
 def _fingerprints(run: Run) -> dict[str, str]:
@@ -154,18 +156,10 @@ def start_or_resume(run: Run) -> None:
             _checked_receipt(run)
         best_step = state.best_step(folder)
         lost = resume(run, folder)
-        if in_here:
-            _tell_of_best(run, best_step)
-            _tell_of_versions(run)
         own = transaction.checkpoint_folder(run.checkpoints, run.step)
         is_elsewhere = folder.resolve() != own.resolve()  # e.g. a copy, or one set aside
         logger.info("resumed from %s: %d of %d updates done", folder, run.step, run.num_steps)
-        if (before := _last_start(run).get("num_steps", 0)) > run.num_steps:
-            logger.warning(
-                "the run was to have %d updates, now it has %d, and its learning rate follows the "
-                "shorter schedule. Fix, if not meant: num_train_epochs and max_steps as before",
-                before, run.num_steps,
-            )  # fmt: skip
+        _tell_of_last_start(run, best_step if in_here else None)
     elif has_ended:
         raise CheckpointError(
             f"{run.output_dir}: a finished run, and its checkpoints are gone: it cannot resume. "
