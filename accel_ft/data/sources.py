@@ -371,6 +371,13 @@ def hub_sources(config: DataConfig, name: str, needs_train: bool = True) -> dict
                 f"dataset_name={name}: has no split `{its_name}`{why}.{meant} "
                 f"Its splits: {', '.join(map(str, loaded))}"
             )
+    others = [str(each) for each in loaded if each not in [named[s] or s for s in SPLITS]]
+    lacks_validation = "validation" not in sources and config.validation_file is None
+    if others and needs_train and lacks_validation:
+        logger.info(
+            "%s: splits that are not read: %s. Fix, if one holds the validation rows: "
+            "--validation_split_name", name, listed(others),
+        )  # fmt: skip
     return sources
 
 

@@ -549,8 +549,8 @@ def test_a_dataset_of_several_configurations(tmp_path: Path) -> None:
         assert f", {name}, split train" in sources["train"].name
 
 
-def test_splits_of_other_names(tmp_path: Path) -> None:
-    """As in MNLI."""
+def test_splits_of_other_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As in MNLI. Rows are held out although some of these splits may be meant: that is told."""
     import datasets
 
     (tmp_path / "data").mkdir()
@@ -566,6 +566,10 @@ def test_splits_of_other_names(tmp_path: Path) -> None:
         return hub_sources(DataConfig(dataset_name="x", **names), str(tmp_path / "data"))
 
     assert list(sources()) == ["train"]
+    told = "splits that are not read: validation_matched, validation_mismatched. Fix, if one holds"
+    assert told in caplog.text
+    caplog.clear()
+    sources(validation_file=tmp_path / "rows.csv")
     found = sources(
         validation_split_name="validation_matched", test_split_name="validation_mismatched"
     )
@@ -575,6 +579,7 @@ def test_splits_of_other_names(tmp_path: Path) -> None:
         "validation": ["validation_matched"],
         "test": ["validation_mismatched"],
     }
+    assert "not read" not in caplog.text
     with pytest.raises(
         ConfigError, match="no split .validation_match.. Did you mean .validation_matched."
     ):
