@@ -28,6 +28,7 @@ VALIDATION_MAX = 2000
 FEW_ROWS = 100
 ENOUGH_ROWS = 50  # to judge the number of labels by
 RARE = 10
+LARGE = 10.0  # mean or standard deviation of values to predict
 COMPARED_TEXTS = 1_000_000
 PROBED_TEXTS, MUCH_UNKNOWN = 1000, 0.3
 LABELS_TOLD = 20
@@ -188,7 +189,9 @@ def load_splits(config: TrainConfig, tokenizer: Any, model_labels: Sequence[str]
         logger.warning("only %s%s", rows, spread * is_share)
     elif config.problem_type == "single_label_classification":
         _warn_of_rare(validation, names)
-    if not is_regression:
+    if is_regression:
+        _tell_values(train)
+    else:
         _tell_labels(train, names)
         _warn_of_look_alikes(names)
     if train.targets is not None and train.targets.ndim == 2:
@@ -325,6 +328,23 @@ def _tell_labels(train: Split, names: list[str]) -> None:
     if missing and not drawn:
         told = listed(missing, LABELS_TOLD, "; ")
         logger.warning("labels without a training row, which cannot be learnt: %s", told)
+
+
+def _tell_values(train: Split) -> None:
+    """Log the range of the (first million) values to predict; warn if they are all the same, or of
+    a size that a new head, whose outputs are near 0, takes long to reach.
+    """
+    places = np.arange(min(len(train), COMPARED_TEXTS), dtype=np.int64)
+    values = train.labels(places).astype(np.float64)
+    low, high, mean, spread = values.min(), values.max(), values.mean(), values.std()
+    logger.info("values: %g to %g, mean %g, standard deviation %g", low, high, mean, spread)
+    if low == high:
+        logger.warning("every training row has the value %g: there is nothing to learn", low)
+    elif max(abs(mean), spread) > LARGE:
+        logger.warning(
+            "the values are large: a new head, which begins near 0, needs many updates to reach "
+            "them. Fix: scale them to about 0 to 1"
+        )
 
 
 def _warn_of_rare(validation: Split, names: list[str]) -> None:

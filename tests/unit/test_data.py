@@ -237,6 +237,39 @@ def test_a_regressions_numbers_stand_in_the_rows_alone(tmp_path: Path, tokenizer
     assert sorted(found) == sorted(np.array(values, np.float32))
 
 
+@pytest.mark.parametrize(
+    ("values", "told", "warned"),
+    [
+        ([0.5, 1.5, 2.5], "values: 0.5 to 2.5, mean 1.5, standard deviation 0.8", ""),
+        ([3, 3, 3], "values: 3 to 3, mean 3", "every training row has the value 3: there is not"),
+        ([2000, 2010, 2020], "values: 2000 to 2020, mean 2010", "the values are large: a new head"),
+        ([-90, 0, 90], "values: -90 to 90, mean 0", "the values are large: a new head"),
+    ],
+)
+def test_a_regressions_values_are_told(
+    tmp_path: Path,
+    tokenizer,
+    caplog: pytest.LogCaptureFixture,
+    values: list[float],
+    told: str,
+    warned: str,
+) -> None:
+    """A new head with outputs near 0 does not reach large values within a usual run."""
+    file = tmp_path / "rows.csv"
+    file.write_text("text,label\n" + "".join(f"a b,{value}\n" for value in values))
+    with caplog.at_level("INFO"):
+        splits_of(
+            tokenizer,
+            *("--train_file", str(file), "--validation_file", str(file)),
+            *("--problem_type", "regression"),
+        )
+    assert told in caplog.text
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    found = [words for words in warnings if "value" in words]
+    assert len(found) == bool(warned)
+    assert "".join(found).startswith(warned)
+
+
 def test_a_cache_that_several_users_share(
     rows_file: Path, tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
