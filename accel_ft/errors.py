@@ -111,6 +111,7 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     if len(names) > GUESSED_NAMES or len(word) > GUESSED_CHARACTERS:
         return ""
     close = get_close_matches(word, names, n=1, cutoff=cutoff)
+    close = close or [name for name in names if name.casefold() == word.casefold()]
     return f" Did you mean `{close[0]}`?" if close else ""
 
 

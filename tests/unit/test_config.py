@@ -628,6 +628,7 @@ def test_last_words_of_two_threads_are_whole(
 def test_no_guess_takes_minutes() -> None:
     """`nearest` suggests nothing for very long names, or among very many."""
     assert errors.nearest("lable", ["label", "text"]) == " Did you mean `label`?"
+    assert errors.nearest("negative", ["POSITIVE", "NEGATIVE"]) == " Did you mean `NEGATIVE`?"
     assert not errors.nearest("x" * 100, ["x" * 101])
     assert not errors.nearest("lable", [f"label{n}" for n in range(1001)])
     assert not errors.nearest("x" * 101, ["x" * 100])
