@@ -218,9 +218,9 @@ def _build_model(
         refuse_other_models(model, splits.label_names, watch)
     if new_parameters:
         logger.info(
-            "newly initialized, as the pretrained model lacks them (a resume loads them): %s",
-            ", ".join(new_parameters),
-        )
+            "newly initialized, as the pretrained model lacks them, or has them for another number "
+            "of labels (a resume loads them): %s", ", ".join(new_parameters),
+        )  # fmt: skip
     counts = [0, 0]
     for parameter in model.parameters():  # now: under FSDP1 each rank will see only a shard
         counts[parameter.requires_grad] += parameter.numel()
