@@ -277,6 +277,9 @@ def test_a_run_is_reproduced(
     with pytest.raises(SystemExit, match="2"):
         report.main(["--diff", *two, "--output", str(tmp_path / "report")])
     assert "--diff prints, and writes nothing" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        report.main(["--diff", two[0]])
+    assert "--diff needs two runs" in capsys.readouterr().err
     log = tmp_path / "run_again/metrics.jsonl"
     logged = log.read_text()
     for kept, words_of_it in (

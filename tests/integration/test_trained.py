@@ -372,6 +372,14 @@ def test_the_layers_with_adapters_are_written_in_one_order(adapted: Path) -> Non
     assert len(names) > 5
 
 
+def test_a_damaged_description_of_adapters(tmp_path: Path) -> None:
+    about = tmp_path / "adapter_config.json"
+    for content in ('{"r": 4}', "[]", "{"):
+        about.write_text(content)
+        with pytest.raises(CheckpointError, match="adapter_config.json: cannot be read: "):
+            adapters.read_adapters(tmp_path)
+
+
 def test_adapters_are_exported(adapted: Path, tmp_path: Path) -> None:
     checkpoint = max((adapted / "checkpoints").iterdir())
     export.main(["--checkpoint", str(checkpoint), "--output", str(tmp_path / "exported")])

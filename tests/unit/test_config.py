@@ -595,6 +595,9 @@ def test_few_rows_take_few_passes_however_the_batch_is_given() -> None:
     assert (resolved.global_batch_size, steps) == (8, 3)
     assert _resolve_batch(resolved, 1, 5) == (resolved, 3)
     assert _resolve_batch(given, 1, 50)[1] == 4
+    few = TrainConfig(global_batch_size=2)
+    with pytest.raises(ConfigError, match="global_batch_size=2: .* Allowed: 3 or more"):
+        _resolve_batch(few, 3, 50)
 
 
 def test_help_says_once_what_a_key_is_when_it_is_left_out(capsys: pytest.CaptureFixture) -> None:

@@ -696,6 +696,13 @@ def test_exchanged_columns_are_refused(
     assert "label_column=label: 26 labels in 50 rows, fewer than two rows for each" in caplog.text
 
 
+def test_one_row_cannot_be_held_out(tmp_path: Path, tokenizer) -> None:
+    file = tmp_path / "one.csv"
+    file.write_text("text,label\nthe,0.5\n")
+    with pytest.raises(DataError, match="one.csv: one row cannot be split. Fix: a validation_file"):
+        load_splits(TrainConfig(train_file=file, problem_type="regression"), tokenizer)
+
+
 def test_faults_of_a_file_that_is_given_twice(tmp_path: Path, tokenizer) -> None:
     """As validation and test rows: each fault is told once."""
     train, file = rows(tmp_path / "train.jsonl", "the a"), tmp_path / "faulty.csv"

@@ -286,6 +286,7 @@ def test_what_a_loop_calls() -> None:
         "8 updates of 1 micro-batches instead of 4",
     )
     well(accumulation.accumulation_calls(epoch(2, 2), 4))  # an epoch shorter than an update
+    caught(accumulation.accumulation_calls(["backward"] * 3, 4), "no step in 3 calls")
     short = accumulation.accumulation_calls(epoch(9, 4, flush=True), 4)
     caught(short, "3 updates of 1, 4 micro-batches: a short last block")
     off_by_one = ["backward", "step", *(["backward"] * 4 + ["step"]) * 2]  # number % 4 == 0
@@ -509,6 +510,9 @@ def test_gradient_norms() -> None:
     caught(learning.gradient_norms(model), "zero: 0.weight")
     model[2].bias.grad.fill_(math.inf)
     caught(learning.gradient_norms(model), "not finite: 2.bias")
+    for parameter in model.parameters():
+        parameter.grad.zero_()
+    caught(learning.gradient_norms(model), "all are zero")
 
 
 def test_overfits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -568,6 +572,7 @@ def test_varied_texts() -> None:
 def test_varied_predictions() -> None:
     well(learning.varied_predictions(torch.eye(4).repeat(4, 1)))
     caught(learning.varied_predictions(torch.tensor([[1.0, 0.0]] * 9)), "[9, 0]: one class for all")
+    caught(learning.varied_predictions(torch.eye(2).fill_(math.nan)), "logits are not finite")
 
 
 # 12. Will it fit.

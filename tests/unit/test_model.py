@@ -232,6 +232,12 @@ def test_a_folder_without_a_model(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Fix: merge its adapters .peft's merge_and_unload. a"):
         resolve(str(tmp_path), "checkpoint")
     (tmp_path / "adapter_config.json").unlink()
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "bert", "attn_implementation": "some/kernel"}'
+    )
+    with pytest.raises(ConfigError, match="config.json loads an attention kernel .* some/kernel"):
+        load_model_config(str(tmp_path))
+    (tmp_path / "config.json").unlink()
     shutil.copytree(tiny_model, tmp_path / "model")
     with pytest.raises(ConfigError, match="holds no model .* Fix: .*/model"):
         resolve(str(tmp_path))

@@ -49,6 +49,18 @@ def test_members_of_an_enumeration(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (print, r"builtins.print does not belong in it"),
+        (MetadataIndex("x"), "it is no torch metadata"),
+    ],
+)
+def test_other_content(content: object, words: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"not safe to load: {words}"):
+        trust.refuse_code(write(tmp_path, content))
+
+
+@pytest.mark.parametrize(
     "args",
     [
         (Metadata, "__init__"),
