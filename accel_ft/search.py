@@ -35,14 +35,21 @@ from filelock import FileLock, Timeout
 
 from accel_ft.config import HUB_KEYS, ROW_KEYS, SearchConfig, TrainConfig, type_name
 from accel_ft.data.sources import check_first_rows
-from accel_ft.errors import ConfigError, LaunchError, Preempted, first_line, require, run_command
-from accel_ft.runtime.files import locked, sha256, write_whole
+from accel_ft.errors import (
+    STOP_SIGNALS,
+    ConfigError,
+    LaunchError,
+    Preempted,
+    first_line,
+    require,
+    run_command,
+)
+from accel_ft.runtime.files import locked, refuse_links, sha256, write_whole
 from accel_ft.runtime.logging import read_events
 from accel_ft.settings import checked, meant, parse, read_settings
 
 POLL_SECONDS = 0.2
 SAME_SIGNAL_SECONDS = 1.0  # `timeout`, for one, sends its signal twice
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FAILURES = 3  # after so many, with no trial finished, the job is at fault
 GRID = 1000  # up to so many combinations of lists, each is tried once
 LAUNCHED = ("RANK", "ACCELERATE_MIXED_PRECISION")  # set by a launcher
@@ -79,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     search = _Search(config, job, settings, space, ranges, _shares(config))
     config.output_dir.mkdir(parents=True, exist_ok=True)
     with locked(config.output_dir, config.output_dir / "lock"):
-        heeded = [n for n in ENDING if signal.getsignal(n) != signal.SIG_IGN]  # nohup ignores HUP
+        # nohup ignores SIGHUP.
+        heeded = [n for n in STOP_SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
         before = {n: signal.signal(n, search.interrupt) for n in heeded}
         try:
             search.run()
@@ -99,6 +107,7 @@ class _Search:
         failed: the settings of the trials that failed in this start, in order.
         why: the reason why the last of them failed.
         is_over: whether no further trial is started.
+        is_left: whether a signal ended a trial, which saved.
         interrupted_at: monotonic time of the first signal; 0 for none.
         asking: lock around asking for a trial, and around writing best.yaml.
     """
@@ -112,6 +121,7 @@ class _Search:
     failed: list[dict[str, Any]] = field(default_factory=list)
     why: str = ""
     is_over: bool = False
+    is_left: bool = False
     interrupted_at: float = 0.0
     asking: Any = field(default_factory=Lock)
 
@@ -162,7 +172,7 @@ class _Search:
             works = [pool.submit(self.work, study, turns, share) for share in self.shares]
         for work in works:
             work.result()
-        if self.interrupted_at:
+        if self.interrupted_at or self.is_left:
             raise Preempted("interrupted; the same command continues the study")
         why = f"{len(self.failed)} failed" + f": {self.why}" * bool(self.failed)
         if not study.get_trials(states=(state.COMPLETE,)):
@@ -219,8 +229,9 @@ class _Search:
         study.set_user_attr("asked", asked)
 
     def work(self, study: Any, turns: Iterator[int], share: dict[str, str]) -> None:
-        """Run trials one after another on a share of the devices. A trial that a signal or a fault
-        (a full disk) ends stays RUNNING in the study: the next start resumes it.
+        """Run trials one after another on a share of the devices. A trial that a signal (to it,
+        or to the search) or a fault (a full disk) ends stays RUNNING in the study: the next start
+        resumes it.
         """
         try:
             while not (self.is_over or self.interrupted_at) and next(turns, None) is not None:
@@ -228,7 +239,7 @@ class _Search:
                 if trial is None:
                     return
                 value, state = self.try_out(trial, share)
-                if not self.interrupted_at:
+                if state is not None and not self.interrupted_at:
                     study.tell(trial, value, state)
                     if value is not None:
                         self.leave_best(study)
@@ -261,13 +272,18 @@ class _Search:
             return study.ask(self.ranges)
 
     def try_out(self, trial: Any, share: dict[str, str]) -> tuple[float | None, Any]:
-        """Train with a trial's settings; return the final model's value and the trial's state."""
+        """Train with a trial's settings; return the final model's value and the trial's state, None
+        if it is to be resumed.
+        """
         from optuna.trial import TrialState
 
         folder = self.config.output_dir / _folder(trial)
+        refuse_links(folder, folder / "log")
         folder.mkdir(exist_ok=True)
         own = {"output_dir": str(folder), "resume_from_checkpoint": "latest", "push_to_hub": False}
         write_whole(folder / "job.yaml", yaml.safe_dump(self.settings | trial.params | own))
+        events = folder / "metrics.jsonl"
+        num_stops = len(list(read_events(events, "preempted")))
         is_pruned = self._train(trial, folder, share)
         about = f"{folder}: {trial.params}"
         if self.interrupted_at:
@@ -275,11 +291,15 @@ class _Search:
         if is_pruned:
             print(f"{about}: worse than the median, stopped", flush=True)
             return None, TrialState.PRUNED
-        if ends := list(read_events(folder / "metrics.jsonl", "end")):
+        if ends := list(read_events(events, "end")):
             value = self.job.best_value(ends[-1], "eval_")
             if not math.isnan(value):  # Optuna would silently count NaN as a failure
                 print(f"{about}: {self.job.best_metric} {value:.4f}", flush=True)
                 return value, TrialState.COMPLETE
+        elif len(list(read_events(events, "preempted"))) > num_stops:
+            print(f"{about}: was stopped by a signal; the next start resumes it", flush=True)
+            self.is_left = True
+            return None, None
         why = f"its {self.job.best_metric} is NaN" if ends else _why(folder / "log")
         print(f"{about}: failed: {why} (see its log)", flush=True)
         self.failed.append(trial.params)

@@ -140,6 +140,9 @@ if "HAS_A_RANK" in os.environ:
         hold_lock()
 events = open(folder + "/metrics.jsonl", "w", buffering=1)
 rate = float(keys["learning_rate"])
+if os.environ.get("STOPPED_AT") == str(rate):
+    events.write(json.dumps({"event": "preempted", "step": 1}) + "\\n")
+    sys.exit(1)  # as the launcher of a rank that returns 75
 if os.environ.get("FAILS_AT") == str(rate):
     sys.exit("error: out of memory")
 for step in range(1, 9):
@@ -409,7 +412,9 @@ def test_trials_of_the_same_settings_have_their_folders(
     assert len(list(tmp_path.glob("search/trial_*/metrics.jsonl"))) == 2
 
 
-@pytest.mark.parametrize(("at_once", "number"), [("1", signal.SIGHUP), ("2", signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("at_once", "number"), [("1", signal.SIGHUP), ("1", signal.SIGUSR1), ("2", signal.SIGTERM)]
+)
 def test_a_search_that_is_stopped_takes_its_trials_up_again(
     search_of_stand_ins, tmp_path: Path, at_once: str, number: int
 ) -> None:
@@ -687,6 +692,37 @@ def test_a_study_that_is_damaged_or_gone(search_of_stand_ins, tmp_path: Path) ->
     with pytest.raises(ConfigError, match=r"study\.log: is damaged or missing, though"):
         search_of_stand_ins(space, "--num_trials", "2")
     assert not (tmp_path / "search/trial_0001").exists()
+
+
+@pytest.mark.parametrize("name", ["trial_0000", "trial_0000/log"])
+def test_a_trial_is_not_written_through_a_link(
+    search_of_stand_ins, tmp_path: Path, name: str
+) -> None:
+    link, victim = tmp_path / "search" / name, tmp_path / "victim"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(victim)
+    study = study_in(tmp_path / "search")
+    study.set_user_attr("asked", {})
+    study.ask()
+    with pytest.raises(ConfigError, match=f"{name}: is a link to .*victim. Fix: remove it"):
+        search_of_stand_ins("learning_rate: [0.9]\n", "--num_trials", "1")
+    assert not victim.exists()
+
+
+def test_a_trial_that_a_signal_stopped_is_resumed(
+    search_of_stand_ins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal to the trial alone: it has saved, so it has not failed. If it fails later, that counts."""
+    space, words = "learning_rate: [0.8, 0.9]\n", ["--num_trials", "2"]
+    monkeypatch.setenv("STOPPED_AT", "0.9")
+    with pytest.raises(Preempted, match="the same command continues the study"):
+        search_of_stand_ins(space, *words)
+    assert sorted(states(study_in(tmp_path / "search"))) == ["COMPLETE", "RUNNING"]
+    assert read_settings(tmp_path / "search/best.yaml")["learning_rate"] == 0.8
+    monkeypatch.setenv("STOPPED_AT", "")
+    study = search_of_stand_ins(space, *words)
+    assert sorted(states(study)) == ["COMPLETE", "COMPLETE", "FAIL"]
+    assert len(list(tmp_path.glob("search/trial_*"))) == 2  # resumed in its folder
 
 
 def test_a_space_that_cannot_be(tmp_path: Path) -> None:
