@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -147,7 +147,9 @@ class _Search:
         wanted = "maximize" if job.takes_highest else "minimize"
         try:
             # The folder's lock admits one process; Optuna's own lock would outlive a kill.
-            storage = JournalStorage(JournalFileBackend(str(journal), lock_obj=Lock()))
+            backend = JournalFileBackend(str(journal), lock_obj=Lock())
+            backend.append_logs = partial(_append_whole, backend.append_logs, journal)
+            storage = JournalStorage(backend)
             open_study = partial(
                 optuna.create_study, study_name="search", storage=storage, load_if_exists=True,
                 direction=wanted, pruner=optuna.pruners.MedianPruner(),
@@ -350,6 +352,18 @@ class _Search:
             while process.poll() is None or _is_locked(folder):  # nor waits for its ranks
                 time.sleep(POLL_SECONDS)
         return is_pruned
+
+
+def _append_whole(append: Callable[[Any], None], journal: Path, logs: Any) -> None:
+    """Append to the study. A line cut by a full disk is taken back: another trial may still add
+    its own, and a study with half a line in its middle cannot be read.
+    """
+    size = journal.stat().st_size
+    try:
+        append(logs)
+    except OSError:
+        os.truncate(journal, size)
+        raise
 
 
 def _why(log: Path) -> str:

@@ -709,6 +709,30 @@ def test_a_trial_is_not_written_through_a_link(
     assert not victim.exists()
 
 
+def test_a_line_cut_by_a_full_disk_is_taken_back(
+    search_of_stand_ins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial beside it ends later, when there is space again: its line would follow half a line."""
+    file = pytest.importorskip("optuna.storages.journal").JournalFileBackend
+    append, cut = file.append_logs, []
+
+    def is_full(self: Any, logs: list[dict[str, Any]]) -> None:
+        if cut or logs[0].get("values") is None:
+            return append(self, logs)
+        with (tmp_path / "search/study.log").open("a") as journal:
+            cut.append(journal.write('{"op_code":6,"work'))
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(file, "append_logs", is_full)
+    words = ["--num_trials", "2", "--parallel_trials", "2"]
+    with pytest.raises(OSError, match="No space left"):
+        search_of_stand_ins("learning_rate: [0.3, 0.9]\n", *words)
+    assert sorted(states(study_in(tmp_path / "search"))) == ["COMPLETE", "RUNNING"]
+    study = search_of_stand_ins("learning_rate: [0.3, 0.9]\n", *words)
+    assert sorted(states(study)) == ["COMPLETE", "COMPLETE", "FAIL"]
+    assert len(list(tmp_path.glob("search/trial_*"))) == 2
+
+
 def test_a_trial_that_a_signal_stopped_is_resumed(
     search_of_stand_ins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
