@@ -215,11 +215,12 @@ class _Search:
         for key, values in self.space.items():  # the bounds of a range may change
             a_range = isinstance(values, dict) and f"a {'log ' * bool(values.get('log'))}range"
             asked[key] = a_range or f"one of {values}"
-        was_tried = study.trials or any(self.config.output_dir.glob("trial_*"))
-        if was_tried and not (study.trials and "asked" in study.user_attrs):
+        named = {path.name for path in self.config.output_dir.glob("trial_" + "[0-9]" * 4)}
+        is_asked = "asked" in study.user_attrs or not study.trials
+        if not (is_asked and named <= {*map(_folder, study.trials)}):
             raise ConfigError(
-                f"{self.config.output_dir / 'study.log'}: is damaged or missing, though there are "
-                "trials. Fix: another output_dir"
+                f"{self.config.output_dir / 'study.log'}: is damaged, missing or an old copy, "
+                "though there are trials. Fix: another output_dir"
             )
         earlier = study.user_attrs["asked"] if study.trials else {}
         for key, was in earlier.items():
@@ -228,7 +229,20 @@ class _Search:
                     f"{key}={asked[key]}: was {was} in the trials of {self.config.output_dir}. "
                     "Fix: that value, or another output_dir"
                 )
+        for trial in study.trials:  # it may come from somebody else
+            params = trial.system_attrs.get("fixed_params", {}) | trial.params
+            if not (re.fullmatch(r"trial_\d+", _folder(trial)) and self._is_in_space(params)):
+                raise ConfigError(
+                    f"{self.config.output_dir / 'study.log'}: its trial {trial.number} has "
+                    "settings or a folder that no search has given it. Fix: another output_dir"
+                )
         study.set_user_attr("asked", asked)
+
+    def _is_in_space(self, params: dict[str, Any]) -> bool:
+        """Whether keys, and values from lists, are those of the space; ranges may change."""
+        return params.keys() <= self.ranges.keys() and all(
+            value in getattr(self.ranges[key], "choices", [value]) for key, value in params.items()
+        )
 
     def work(self, study: Any, turns: Iterator[int], share: dict[str, str]) -> None:
         """Run trials one after another on a share of the devices. A trial that a signal (to it,

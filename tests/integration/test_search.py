@@ -686,12 +686,60 @@ def test_a_study_that_is_damaged_or_gone(search_of_stand_ins, tmp_path: Path) ->
         with pytest.raises(ConfigError, match=r"study\.log: is damaged .* Fix: another output_dir"):
             search_of_stand_ins(space, "--num_trials", "2")
     journal.write_bytes(b"".join([lines[0], *lines[2:]]))
-    with pytest.raises(ConfigError, match=r"study\.log: is damaged or missing, though"):
+    with pytest.raises(
+        ConfigError, match=r"study\.log: is damaged, missing or an old copy, though"
+    ):
         search_of_stand_ins(space, "--num_trials", "2")
     journal.unlink()
-    with pytest.raises(ConfigError, match=r"study\.log: is damaged or missing, though"):
+    with pytest.raises(
+        ConfigError, match=r"study\.log: is damaged, missing or an old copy, though"
+    ):
         search_of_stand_ins(space, "--num_trials", "2")
     assert not (tmp_path / "search/trial_0001").exists()
+
+
+def test_a_study_older_than_its_trials(search_of_stand_ins, tmp_path: Path) -> None:
+    """From a backup: a new trial would get the folder, and perhaps the result, of one that the study has forgotten."""
+    space, journal = "learning_rate: [0.7, 0.8, 0.9]\n", tmp_path / "search/study.log"
+    search_of_stand_ins(space, "--num_trials", "1")
+    old = journal.read_bytes()
+    search_of_stand_ins(space, "--num_trials", "2")
+    (tmp_path / "search/trial_0001_mine").mkdir()
+    search_of_stand_ins(space, "--num_trials", "2")
+    journal.write_bytes(old)
+    with pytest.raises(ConfigError, match=r"study\.log: is damaged, missing or an old copy"):
+        search_of_stand_ins(space, "--num_trials", "2")
+
+
+@pytest.mark.parametrize(
+    ("params", "attrs"),
+    [
+        ({}, {"folder": "../victim"}),
+        ({"hub_model_id": ["theirs/model"]}, {}),
+        ({"lr_scheduler_type": ["polynomial"]}, {}),
+    ],
+)
+def test_a_study_from_somebody_else(
+    search_of_stand_ins, tmp_path: Path, params: dict[str, list[str]], attrs: dict[str, str]
+) -> None:
+    """It neither writes elsewhere, nor sets other keys in best.yaml."""
+    optuna = pytest.importorskip("optuna")
+    victim, space = tmp_path / "victim", "lr_scheduler_type: [linear, cosine]\n"
+    victim.mkdir()
+    (tmp_path / "search").mkdir()
+    study = study_in(tmp_path / "search")
+    study.set_user_attr("asked", {})
+    ranges = {key: optuna.distributions.CategoricalDistribution(params[key]) for key in params}
+    study.tell(study.ask(ranges), 1.0)
+    theirs = study.ask(ranges)
+    for key, value in attrs.items():
+        theirs.set_user_attr(key, value)
+    with pytest.raises(
+        ConfigError, match=r"study\.log: its trial \d has settings or a folder that"
+    ):
+        search_of_stand_ins(space, "--num_trials", "2")
+    assert not list(victim.iterdir())
+    assert not (tmp_path / "search/best.yaml").exists()
 
 
 @pytest.mark.parametrize("name", ["trial_0000", "trial_0000/log"])
