@@ -81,6 +81,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if job.resume_from_checkpoint not in (None, "latest"):
         resumed = f"resume_from_checkpoint={job.resume_from_checkpoint} ({config.job})"
         raise ConfigError(f"{resumed}: a trial is a new run. Fix: leave it out")
+    if job.reproduce is not None:
+        raise ConfigError(
+            f"reproduce={job.reproduce} ({config.job}): its trials would have that run's settings. "
+            f"Fix: leave it out; --job {job.reproduce / 'config.yaml'} varies that run"
+        )
     check_first_rows(job)
     ranges = _checked_ranges(config, settings, space)
     search = _Search(config, job, settings, space, ranges, _shares(config))
@@ -224,7 +229,8 @@ class _Search:
             )
         earlier = study.user_attrs["asked"] if study.trials else {}
         for key, was in earlier.items():
-            if asked.get(key, was) != was:
+            is_hashed = f"SHA-256 of {key}" in asked.keys() & earlier.keys()  # may be moved
+            if asked.get(key, was) != was and not is_hashed:
                 raise ConfigError(
                     f"{key}={asked[key]}: was {was} in the trials of {self.config.output_dir}. "
                     "Fix: that value, or another output_dir"

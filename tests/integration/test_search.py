@@ -360,6 +360,21 @@ def test_a_search_of_another_job(search_of_stand_ins, tmp_path: Path) -> None:
         search_of_stand_ins("learning_rate: [0.9]\n", *words, folder=other)
 
 
+def test_rows_that_were_moved(search_of_stand_ins, tmp_path: Path) -> None:
+    """The same rows under another path are compared by their hash."""
+    job, rows, space = tmp_path / "job.yaml", tmp_path / "rows.csv", "learning_rate: [0.8, 0.9]\n"
+    rows.write_text("text,label\na,b\n")
+    job.write_text(f"train_file: {rows}\n")
+    search_of_stand_ins(space, "--num_trials", "1")
+    rows = rows.rename(tmp_path / "moved.csv")
+    job.write_text(f"train_file: {rows}\n")
+    assert states(search_of_stand_ins(space, "--num_trials", "2")) == ["COMPLETE"] * 2
+    assert read_settings(tmp_path / "search/best.yaml")["train_file"] == str(rows)
+    job.write_text(f"train_file: {rows}\nvalidation_file: {rows}\n")
+    with pytest.raises(ConfigError, match="validation_file=.*: was None in the trials of"):
+        search_of_stand_ins(space, "--num_trials", "2")
+
+
 def test_the_best_job_is_the_one_that_ran(
     search_of_stand_ins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -795,6 +810,12 @@ def test_a_trial_that_a_signal_stopped_is_resumed(
     study = search_of_stand_ins(space, *words)
     assert sorted(states(study)) == ["COMPLETE", "COMPLETE", "FAIL"]
     assert len(list(tmp_path.glob("search/trial_*"))) == 2  # resumed in its folder
+
+
+def test_a_job_that_reproduces(search_of_stand_ins, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(f"reproduce: {tmp_path}\n")
+    with pytest.raises(ConfigError, match=r"^reproduce=.*job\.yaml.: .*Fix: leave it out; --job"):
+        search_of_stand_ins("learning_rate: [0.9]\n", "--num_trials", "1")
 
 
 def test_a_space_that_cannot_be(tmp_path: Path) -> None:
