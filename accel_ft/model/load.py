@@ -73,7 +73,8 @@ def resolve(name: str, key: str = "model_name_or_path") -> str:
     root = Path(spec.submodule_search_locations[0]).resolve()
     folder = (root / path).resolve()
     if not folder.is_relative_to(root) or not (folder / "config.json").is_file():
-        near = beside(folder) if folder.parent.is_relative_to(root) else ""
+        is_missing = folder.parent.is_relative_to(root) and not folder.exists()
+        near = beside(folder) if is_missing else ""
         raise ConfigError(
             f"{key}={name}: the package {package!r} holds no model at {path!r}.{near}"
         )

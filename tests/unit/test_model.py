@@ -64,6 +64,9 @@ def test_a_package_carries_a_model(package: Path, monkeypatch: pytest.MonkeyPatc
     (package / "model/model.safetensors").write_bytes(b"another build")  # in the same process
     with pytest.raises(ConfigError, match=f"expected {digest}"):
         resolve(f"{name}#sha256={digest}")
+    (package / "model/config.json").unlink()
+    with pytest.raises(ConfigError, match=r"holds no model at 'model'\.$"):  # nor this name again
+        resolve(name)
 
 
 @pytest.mark.parametrize(
