@@ -129,7 +129,8 @@ def _tell_of_last_start(run: Run, best_step: int | None) -> None:
     if num_steps > run.num_steps:
         logger.warning(
             "the run was to have %d updates, now it has %d, and its learning rate follows the "
-            "shorter schedule. Fix, if not meant: num_train_epochs and max_steps as before",
+            "shorter schedule. Fix, if not meant: num_train_epochs, max_steps, rows and batch size "
+            "as before",
             num_steps, run.num_steps,
         )  # fmt: skip
 

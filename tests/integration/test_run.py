@@ -481,7 +481,10 @@ def test_a_resume_with_fewer_updates_is_told(
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     cut_off(run, 4)
-    told = "warning: the run was to have 12 updates, now it has 6, and its learning rate follows"
+    told = (
+        "warning: the run was to have 12 updates, now it has 6, and its learning rate follows the "
+        "shorter schedule. Fix, if not meant: num_train_epochs, max_steps, rows and batch"
+    )
     for each in (fewer, []):  # and the other way round
         train.main([*job_of(finished, run), *LATEST, *each])
         assert (told in capsys.readouterr().err) is bool(each)
