@@ -190,7 +190,7 @@ def load_splits(config: TrainConfig, tokenizer: Any, model_labels: Sequence[str]
     elif config.problem_type == "single_label_classification":
         _warn_of_rare(validation, names)
     if is_regression:
-        _tell_values(train)
+        _tell_values(train, has_new_head=len(model_labels) != 1)
     else:
         _tell_labels(train, names)
         _warn_of_look_alikes(names)
@@ -330,7 +330,7 @@ def _tell_labels(train: Split, names: list[str]) -> None:
         logger.warning("labels without a training row, which cannot be learnt: %s", told)
 
 
-def _tell_values(train: Split) -> None:
+def _tell_values(train: Split, has_new_head: bool) -> None:
     """Log the range of the (first million) values to predict; warn if they are all the same, or of
     a size that a new head, whose outputs are near 0, takes long to reach.
     """
@@ -340,7 +340,7 @@ def _tell_values(train: Split) -> None:
     logger.info("values: %g to %g, mean %g, standard deviation %g", low, high, mean, spread)
     if low == high:
         logger.warning("every training row has the value %g: there is nothing to learn", low)
-    elif max(abs(mean), spread) > LARGE:
+    elif has_new_head and max(abs(mean), spread) > LARGE:
         logger.warning(
             "the values are large: a new head, which begins near 0, needs many updates to reach "
             "them. Fix: scale them to about 0 to 1"

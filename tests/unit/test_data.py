@@ -268,6 +268,10 @@ def test_a_regressions_values_are_told(
     found = [words for words in warnings if "value" in words]
     assert len(found) == bool(warned)
     assert "".join(found).startswith(warned)
+    caplog.clear()
+    config = TrainConfig(train_file=file, validation_file=file, problem_type="regression")
+    load_splits(config, tokenizer, ["LABEL_0"])  # a model whose head predicts values already
+    assert "a new head" not in caplog.text
 
 
 def test_a_cache_that_several_users_share(
