@@ -209,8 +209,10 @@ class Predictor:
             self.num_cut += count
         sick = int((~np.isfinite(scores).all(axis=1)).sum())
         if sick:
-            where = self.config.checkpoint
-            logger.warning("%s: texts with NaN or infinite logits, so null: %d", where, sick)
+            logger.warning(
+                "%s: texts whose results are null, as logits are NaN or infinite: %d",
+                self.config.checkpoint, sick,
+            )  # fmt: skip
         return scores
 
     def describe(self, scores: Any) -> dict[str, Any]:

@@ -211,8 +211,8 @@ def _write_card_and_report(
                 raise
             except Exception as error:  # the model is saved; a report can be made again
                 logger.warning(
-                    "the report could not be written: %s. Then: python -m accel_ft.report %s",
-                    str(error) or repr(error), quote(str(config.output_dir)),
+                    "the report could not be written: %s. To try again: python -m "
+                    "accel_ft.report %s", str(error) or repr(error), quote(str(config.output_dir)),
                 )  # fmt: skip
         path = config.output_dir / "model" / "README.md"  # written last: marks the run as complete
         write_whole(path, model_card(label_names, told, *results(events)))

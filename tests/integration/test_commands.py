@@ -390,7 +390,7 @@ def test_a_model_whose_logits_are_no_numbers_gives_no_label(
     predict.main(["--checkpoint", str(tmp_path), "--text", "a goal", "--all_scores"])
     printed = capsys.readouterr()
     assert json.loads(printed.out) == {"line": 1, "label": None, "score": None, "scores": None}
-    assert "texts with NaN or infinite logits, so null: 1\n" in printed.err
+    assert "texts whose results are null, as logits are NaN or infinite: 1\n" in printed.err
     rows = write_rows(tmp_path / "rows.csv", 8)
     rows.write_text(re.sub(",[A-Z].*", ",LABEL_0", rows.read_text()))
     with pytest.raises(CheckpointError, match="some logits are NaN or infinite. Fix"):

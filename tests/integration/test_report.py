@@ -464,7 +464,7 @@ def test_a_report_whose_libraries_are_missing(
 
     monkeypatch.setattr(errors, "find_spec", lambda _: None)
     train.main([*words, "--max_steps", "1", "--report_to", "html"])
-    told = f"pip install 'accel_ft[report]'. Then: python -m accel_ft.report {tmp_path / 'run'}\n"
+    told = f"pip install 'accel_ft[report]'. To try again: python -m accel_ft.report {tmp_path / 'run'}\n"
     assert told in capsys.readouterr().err
 
 
