@@ -285,7 +285,7 @@ class _Search:
             grid = [dict(zip(self.ranges, values, strict=True)) for values in choices]
             left = [params for params in grid if params not in [*ended, *self.failed]]
             if not left and not self.is_over:
-                print(f"all {len(grid)} combinations have been tried", flush=True)
+                print(f"all {len(grid)} combinations have been started", flush=True)
                 self.is_over = True
             if self.is_over:
                 return None
@@ -394,7 +394,7 @@ def _why(log: Path) -> str:
         r"(\[rank\d+\]: )?(?!.*(CalledProcess|ChildFailed))[\w.]+(Error|Exception)\b",
     )
     found = ([line for line in lines if re.match(each, line)] for each in patterns)
-    return next((errors[-1] for errors in found if errors), "".join(lines[-1:]))
+    return next((errors[-1] for errors in found if errors), lines[-1] if lines else "no message")
 
 
 def _num_ended(study: Any) -> int:

@@ -211,15 +211,15 @@ def _check_number_of_labels(store: TokenStore, names: list[str], config: TrainCo
     """Warn if a label has fewer than two rows on average: probably another column was meant.
 
     Raises:
-        DataError: in that case, there are also fewer different texts than labels.
+        DataError: in that case, there is also only one text for ten labels.
     """
     if len(store) < ENOUGH_ROWS or 2 * len(names) <= len(store) or are_amounts(names):
         return
     about = f"label_column={config.label_column}: {len(names)} labels in {len(store)} rows"
     num_texts = len(np.unique(store.text_hashes))
-    if num_texts < len(names):
+    if 10 * num_texts < len(names):
         raise DataError(
-            f"{about}, but fewer different texts in text_column={config.text_column}: {num_texts}. "
+            f"{about}, but far fewer texts in text_column={config.text_column}: {num_texts}. "
             "Fix: exchange the two columns, or name other ones"
         )
     logger.warning(

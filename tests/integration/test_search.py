@@ -226,7 +226,7 @@ def test_each_combination_of_lists_is_tried_once(
     assert states(study) == ["FAIL", *["COMPLETE"] * 4]
     assert len({tuple(trial.params.items()) for trial in study.trials[1:]}) == 4
     assert study.trials[1].params != study.trials[0].params
-    assert capsys.readouterr().out.count("all 4 combinations have been tried") == 1
+    assert capsys.readouterr().out.count("all 4 combinations have been started") == 1
 
 
 def test_a_combination_that_cannot_run_is_tried_once(
@@ -238,7 +238,7 @@ def test_a_combination_that_cannot_run_is_tried_once(
     study = search_of_stand_ins(space, "--num_trials", "9")
     assert sorted(states(study)) == ["COMPLETE", "COMPLETE", "FAIL"]
     told = capsys.readouterr()
-    assert "all 3 combinations have been tried" in told.out
+    assert "all 3 combinations have been started" in told.out
     assert "trials of this start: 1 failed: error: out of memory" in told.err
     monkeypatch.delenv("FAILS_AT")
     assert states(search_of_stand_ins(space, "--num_trials", "9")).count("COMPLETE") == 3
@@ -632,7 +632,7 @@ def test_a_trial_that_was_ended_while_it_was_asked_for_keeps_its_settings(
         ),
         (["[rank1]: ValueError: x", "a.b.ChildFailedError: ", "====="], "[rank1]: ValueError: x"),
         (["Killed"], "Killed"),
-        ([], ""),
+        ([], "no message"),
     ],
 )
 def test_why_a_trial_failed(log: list[str], why: str, tmp_path: Path) -> None:

@@ -679,7 +679,7 @@ def test_texts_shared_with_training_are_counted(
 def test_exchanged_columns_are_refused(
     tmp_path: Path, tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Fewer texts than labels; 49 rows are too few to tell, and half as many labels as rows are not strange."""
+    """More than ten labels for each text; 49 rows are too few to tell, and half as many labels as rows are not strange."""
     file = tmp_path / "a.jsonl"
 
     def load(num_rows: int, num_labels: int, **columns: str) -> None:
@@ -688,14 +688,14 @@ def test_exchanged_columns_are_refused(
         load_splits(TrainConfig(train_file=file, **columns), tokenizer)
 
     exchanged = {"text_column": "label", "label_column": "text"}
-    told = (
-        "label_column=text: 50 labels in 50 rows, but fewer different texts in text_column=label: 4"
-    )
+    told = "label_column=text: 50 labels in 50 rows, but far fewer texts in text_column=label: 4"
     with pytest.raises(DataError, match=f"{told}. Fix: exchange"):
         load(50, 4, **exchanged)
     load(49, 4, **exchanged)
     load(50, 25)
     assert "fewer than two rows" not in caplog.text
+    load(50, 5, **exchanged)  # ten labels for each text: a warning, as it could be meant
+    assert "label_column=text: 50 labels in 50 rows, fewer than two rows for each" in caplog.text
     load(50, 26)
     assert "label_column=label: 26 labels in 50 rows, fewer than two rows for each" in caplog.text
 

@@ -326,6 +326,7 @@ def test_numbers_whose_squares_fit(tmp_path: Path) -> None:
         ("regression", '["x"]', "below 1e18. Fix: --problem_type multi_label_classification"),
         ("multi_label_classification", "[0, 1, 0]", "a list of different labels .*, not a 0 or 1"),
         ("multi_label_classification", '["x", "x"]', "a list of different labels"),
+        ("multi_label_classification", "\"['x', 'y']\"", "not a list written as text"),
     ],
 )
 def test_labels_of_another_kind_are_explained_once(
