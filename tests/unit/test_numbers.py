@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from accel_ft import metrics
 from accel_ft.config import TrainConfig
 from accel_ft.engine.build import _resolve_batch
-from accel_ft.engine.step import weighted_loss
+from accel_ft.engine.step import unreached, weighted_loss
 from accel_ft.metrics import (
     Classification,
     best_and_others,
@@ -50,6 +50,14 @@ def test_filling_has_no_gradient() -> None:
     assert logits.grad is not None
     assert logits.grad[0].abs().sum() > 0
     assert logits.grad[1].abs().sum() == 0
+
+
+def test_parameters_that_the_logits_do_not_need() -> None:
+    parts = {name: torch.nn.Linear(2, 2) for name in ("used", "idle", "frozen")}
+    model = torch.nn.ModuleDict(parts)
+    model["frozen"].requires_grad_(False)
+    logits = model["used"](model["used"](torch.ones(1, 2)))
+    assert unreached(model, logits + logits.sum()) == ["idle.weight", "idle.bias"]
 
 
 def test_class_weights_are_in_the_mean() -> None:
