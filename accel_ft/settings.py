@@ -82,8 +82,7 @@ KNOWN_ELSEWHERE = dict.fromkeys(LAUNCH_OPTIONS, TO_LAUNCH) | {
     "dropout": "Fix: set it in the model's config.json, often as hidden_dropout_prob",
     "revision": "Fix: hf download ID --revision R --local-dir FOLDER, and use that folder",
     "model_revision": "Fix: hf download ID --revision R --local-dir FOLDER, and use that folder",
-    "attn_implementation": "Fix: leave it out; on a CPU, eager or sdpa is chosen, else it is the "
-    "model's own (often sdpa)",
+    "attn_implementation": "Fix: leave it out; device and model decide",
     "tokenizer_name": "Fix: leave it out; the model's own is used",
     "run_name": "Fix: leave it out; trackers call a run by its output_dir",
     "data_seed": "Fix: seed, which decides the order of rows, too",
