@@ -574,6 +574,7 @@ def test_splits_of_other_names(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert told in caplog.text
     caplog.clear()
     sources(validation_file=tmp_path / "rows.csv")
+    hub_sources(DataConfig(dataset_name="x"), str(tmp_path / "data"), needs_train=False)
     found = sources(
         validation_split_name="validation_matched", test_split_name="validation_mismatched"
     )
